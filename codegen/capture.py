@@ -6,7 +6,7 @@ from typing import Final
 
 from codegen.program import Call, PipelineProgram, Program
 
-_ROUTED: Final = frozenset({"runtime.Routes", "runtime.NodeRoutes"})
+_ROUTED: Final = frozenset({"Routes", "NodeRoutes"})
 
 
 def why_uncaptured(program: Program | PipelineProgram) -> str:
@@ -28,4 +28,4 @@ def why_uncaptured(program: Program | PipelineProgram) -> str:
 
 def _is_routed(call: Call) -> bool:
     """Return whether a call reads on the host how many rows go to each rank."""
-    return call.target in _ROUTED and len(call.args) > 2
+    return call.target.rpartition(".")[2] in _ROUTED and len(call.args) > 2

@@ -40,7 +40,7 @@ TYPE_IMPORTS = {
 }
 """Imports of autopar for type checkers alone, with the reason."""
 
-OPERATOR_TABLES = 47
+OPERATOR_TABLES = 46
 """Tables outside of `autopar/operators/` and `autopar/rules/` that name two or more operators of torch. `python -m
 tests.operator_tables` prints them. Each is about its only reader; a trait that two readers need has its record."""
 

@@ -48,7 +48,7 @@ class Contractions:
     @cached_property
     def rows(self) -> RowPrices:
         """Return the prices of rows that reach their experts."""
-        return RowPrices(self.rates, self.experts)
+        return RowPrices(self.rates, self.experts, self.has_kernels and not is_cpu(self.cluster))
 
     @property
     def mesh(self) -> Mesh:
@@ -85,8 +85,9 @@ class Contractions:
         if is_routed:
             rows = self.rows.exchange(operator, option)
             behind = rows.copies + self.rows.copies_behind(operator, option)
-            forward += rows.forward + rows.copies
-            backward += rows.backward + behind if any(factors) else 0.0
+            spared = self.rows.spared_seconds(operator, option)
+            forward = max(forward + rows.forward + rows.copies - spared[0], 0.0)
+            backward = max(backward + rows.backward + behind - spared[1], 0.0) if any(factors) else 0.0
         return forward, backward
 
     def local_flops(self, operator: Operator, option: Option) -> float:

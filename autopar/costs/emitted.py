@@ -123,7 +123,9 @@ def priced(program: Program, graph: Graph, operators: Mapping[Key, Operator], pr
         products = ((scope, names_of(call)) for scope, call in calls if call.target in IN_FP8)
         changes["fp8"] = Fp8Layers({(scope, name): len(names) for scope, names in products for name in names})
     if any(operator.route.choices for operator in operators.values()):
-        changes["experts"] = replace(pricer.experts, by_node=frozenset(_crossing(program)))
+        from_tokens, to_tokens = (frozenset(_of_tokens(program, way)) for way in ("dispatch", "combine"))
+        by_node = frozenset(_crossing(program))
+        changes["experts"] = replace(pricer.experts, by_node=by_node, from_tokens=from_tokens, to_tokens=to_tokens)
     return replace(pricer, **changes) if changes else pricer
 
 
@@ -132,6 +134,17 @@ def _crossing(program: Program) -> Iterator[Key]:
     for scope, cls in classes(program):
         calls = [call for call in cls.body if isinstance(call, Call)]
         routes = {result for call in calls if call.target == "runtime.NodeRoutes" for result in call.results}
+        for call in calls:
+            if not routes.isdisjoint(reads(call)):
+                yield from ((scope, name) for original in call.original for name in names_of(original))
+
+
+def _of_tokens(program: Program, way: str) -> Iterator[Key]:
+    """Yield the expert layers whose mixture reads tokens ("dispatch") or sums rows by token ("combine")."""
+    for scope, cls in classes(program):
+        calls = [call for call in cls.body if isinstance(call, Call)]
+        ends = [call for call in calls if call.target.endswith(f".{way}") and "choices" in dict(call.kwargs)]
+        routes = {call.args[1] for call in ends}
         for call in calls:
             if not routes.isdisjoint(reads(call)):
                 yield from ((scope, name) for original in call.original for name in names_of(original))

@@ -24,15 +24,19 @@ class ExpertRows:
     """The habits of a mixture: how tokens choose experts, and how programs move the rows of expert layers.
 
     by_node: (scope, call) of a program's expert layers whose rows cross between nodes once per node (emitted.py).
-    None without a program: then rows cross so wherever their mixture may and it pays. sorts_rows: whether the rows of
-    experts are sorted and put back by copies of their own, as in generated programs, or by the calls that repeat and
-    sum them. skew, capacity_factor: how unevenly tokens choose experts, and the places of each expert by its even share
-    of tokens, if tokens beyond them are dropped (cost_models/routing.py). dispatches: the kinds of exchange that a
-    framework has for these rows, () for those of generated programs. splits_rows: whether tensor-parallel ranks that
-    have the same rows send a part of them each.
+    None without a program: then rows cross so wherever their mixture may and it pays. from_tokens, to_tokens: (scope,
+    call) of a program's expert layers whose mixture reads tokens, not copies of them for each choice, and sums rows by
+    token in one call (codegen/passes/token_rows.py). None without a program: then all mixtures do. sorts_rows: whether
+    the rows of experts are sorted and put back by separate copies, as in generated programs, or by the calls that
+    repeat and sum them. skew, capacity_factor: how unevenly tokens choose experts, and the places of each expert by its
+    even share of tokens, if tokens beyond them are dropped (cost_models/routing.py). dispatches: the kinds of exchange
+    that a framework has for these rows, () for those of generated programs. splits_rows: whether tensor-parallel ranks
+    that have the same rows send a part of them each.
     """
 
     by_node: frozenset[tuple[str, str]] | None = None
+    from_tokens: frozenset[tuple[str, str]] | None = None
+    to_tokens: frozenset[tuple[str, str]] | None = None
     sorts_rows: bool = True
     skew: float = routing.EXPERT_SKEW
     capacity_factor: float | None = None
@@ -64,10 +68,12 @@ class RowExchange:
 
 @dataclass(frozen=True, slots=True)
 class RowPrices:
-    """Prices of the rows of expert layers on a mesh. experts: how tokens choose experts, and how programs move rows."""
+    """Prices of the rows of expert layers on a mesh. experts: how tokens choose experts, and how programs move rows.
+    has_kernels: whether kernels sum rows by token (codegen/kernels/token_sums.py)."""
 
     rates: Rates
     experts: ExpertRows
+    has_kernels: bool = False
 
     @property
     def mesh(self) -> Mesh:
@@ -213,6 +219,29 @@ class RowPrices:
         device = self.cluster.device
         return moved / (device.memory_bytes_per_second * device.memory_efficiency)
 
+    def spared_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
+        """Return the seconds (forward, backward) of copies that a program spares where a mixture reads tokens and sums
+        by token, of those that `exchange` and the calls around the layer are priced with.
+
+        With N rows of T tokens, tokens are read directly: their copies, N + T forward, are gone. Where kernels sum by
+        token, the gradients of rows are not put back first, 2 N. On the way back, rows are neither put back nor
+        weighted in memory, 4 N forward, and backward reads and writes 3 N less.
+        """
+        layer, route = (operator.scope, operator.node.name), operator.route
+        if route.choices < 2 or not self.experts.sorts_rows or self.crosses_once(operator, option):
+            return 0.0, 0.0
+        parts = (operator.inputs[0], option.inputs[0]), (operator.node.outputs[0], option.outputs[0])
+        sent, returned = (num_local(meta, lies, self.mesh) * meta.dtype.itemsize for meta, lies in parts)
+        forward = backward = 0.0
+        if route.dispatches and _has(self.experts.from_tokens, layer):
+            forward += sent * (1 + 1 / route.choices)
+            backward += 2 * sent if self.has_kernels else 0.0
+        if route.returns and self.has_kernels and _has(self.experts.to_tokens, layer):
+            forward += 4 * returned
+            backward += 3 * returned
+        rate = self.cluster.device.memory_bytes_per_second * self.cluster.device.memory_efficiency
+        return forward / rate, backward / rate
+
     def _way(self, operator: Operator, option: Option) -> OncePerNode:
         nodes, choices = self._nodes(routed_axes(option.axes)), operator.route.choices
         assert nodes is not None, "rows cross once on meshes that span nodes"
@@ -224,6 +253,11 @@ class RowPrices:
             tokens=tokens,
             skew=self.experts.counted_skew,
         )
+
+
+def _has(layers: frozenset[tuple[str, str]] | None, layer: tuple[str, str]) -> bool:
+    """Return whether a program's layers have this one; all are taken to without a program."""
+    return layers is None or layer in layers
 
 
 def fullest_load(operator: Operator, option: Option, mesh: Mesh, skew: float = routing.EXPERT_SKEW) -> float:

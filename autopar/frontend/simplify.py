@@ -23,6 +23,7 @@ from autopar.frontend.rewrites.experts import join_biases, write_unsorted
 from autopar.frontend.rewrites.functional import functionalize
 from autopar.frontend.rewrites.gradient_flow import settle_gradients
 from autopar.frontend.rewrites.grouped_keys import share_keys
+from autopar.frontend.rewrites.integer_bounds import drop_constant_masks
 from autopar.frontend.rewrites.joins import drop_cut_joins, nest_joins
 from autopar.frontend.rewrites.losses import split_means
 from autopar.frontend.rewrites.mask_windows import forms_of, window_of
@@ -53,6 +54,7 @@ def simplify(flat: FlatGraph) -> FlatGraph:
     eliminate_dead(flat)
     refuse_effects(flat)
     refuse_untrained(flat)
+    drop_constant_masks(flat)
     write_unsorted(flat)
     write_chosen(flat)
     write_scattered_rows(flat)

@@ -181,9 +181,16 @@ class _Routes:
         return self.experts.numel()
 
 
-def _dispatch(rows: Tensor, routes: _Routes) -> Tensor:
+def _dispatch(rows: Tensor, routes: _Routes, choices: int = 1) -> Tensor:
+    _require(len(rows) * choices == routes.num_rows, f"{len(rows)} rows for {routes.num_rows} choices of experts")
+    return depending((routes.num_rows, *rows.shape[1:]), rows.dtype, rows)
+
+
+def _combine(rows: Tensor, routes: _Routes, weights: Tensor | None = None, choices: int = 1) -> Tensor:
     _require(len(rows) == routes.num_rows, f"{len(rows)} rows for {routes.num_rows} choices of experts")
-    return depending(rows.shape, rows.dtype, rows)
+    _require(weights is None or weights.shape == (len(rows), 1), "combine takes a weight for each row")
+    dtype = rows.dtype if weights is None else torch.promote_types(rows.dtype, weights.dtype)
+    return depending((routes.num_rows // choices, *rows.shape[1:]), dtype, rows, weights)
 
 
 def _dispatch_by_node(tokens: Tensor, routes: _Routes) -> Tensor:
@@ -239,12 +246,12 @@ _FUNCTIONS: dict[Any, Any] = {
     sink_attention.sink_attention: _sink_attention,
     experts.Routes: _Routes,
     experts.dispatch: _dispatch,
-    experts.combine: _dispatch,
+    experts.combine: _combine,
     experts.expert_linear: _expert_linear,
     experts_by_node.NodeRoutes: _Routes,
     experts_by_node.dispatch_by_node: _dispatch_by_node,
     experts_by_node.combine_by_node: _combine_by_node,
-    grouped: SimpleNamespace(expert_linear=_expert_linear),
+    grouped: SimpleNamespace(Routes=_Routes, dispatch=_dispatch, expert_linear=_expert_linear, combine=_combine),
 }
 _METHODS: dict[str, Callable[..., Any]] = {
     "draw": _draw,

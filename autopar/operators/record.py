@@ -64,6 +64,8 @@ class Operator:
     is_recurrent: the operator runs several layers over padded sequences.
     is_chosen_by_device: torch chooses the implementation by device, and with it what is kept for backward.
     fill: the number that all elements of a created tensor are, or the argument that gives it.
+    indices: the position of the result that is indices along a dim of the operand. is_gather: the result has elements
+        of the first operand, at indices.
     specials: special functions per element, forward and backward (costs/specials.py).
     short_name: a name for the result, where the operator's own is taken or long.
     roles: names for the operands.
@@ -86,6 +88,8 @@ class Operator:
     is_drawn: bool = False
     is_recurrent: bool = False
     is_chosen_by_device: bool = False
+    indices: int | None = None
+    is_gather: bool = False
     specials: tuple[float, float] = (0.0, 0.0)
     short_name: str = ""
     roles: tuple[str, ...] = ()

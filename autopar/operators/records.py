@@ -143,15 +143,24 @@ def _reducing() -> Iterator[Operator]:
     """Yield operators that compute along dims: sums, norms, lookups, losses, recurrent layers."""
     finite = Finite.AT_ZERO
     yield Operator(name="sum", finite=finite, short_name="total")
-    yield Operator(name="max", finite=finite, short_name="largest")
-    for name in ("mean", "cumsum", "amax", "min", "amin", "argmax"):
+    yield Operator(name="max", finite=finite, short_name="largest", indices=1)
+    yield Operator(name="min", finite=finite, indices=1)
+    yield Operator(name="argmax", finite=finite, indices=0)
+    yield Operator(name="argmin", indices=0)
+    yield Operator(name="argsort", indices=0)
+    yield Operator(name="sort", indices=1)
+    yield Operator(name="topk", indices=1)
+    for name in ("mean", "cumsum", "amax", "amin"):
         yield Operator(name=name, finite=finite)
     yield Operator(name="softmax", finite=finite, specials=(1.0, 0.3))
     yield Operator(name="log_softmax", finite=finite, specials=(1.0, 0.6))
     yield Operator(name="layer_norm", finite=finite, specials=(1.0, 1.0), short_name="norm")
     yield Operator(name="rms_norm", specials=(1.0, 1.0))
     yield Operator(name="batch_norm", is_chosen_by_device=True)
-    for name in ("embedding", "index", "index_select", "gather", "masked_select", "nonzero", "nonzero_numpy"):
+    for name in ("embedding", "index", "index_select", "gather", "masked_select"):
+        yield Operator(name=name, finite=finite, is_gather=True)
+    yield Operator(name="take_along_dim", is_gather=True)
+    for name in ("nonzero", "nonzero_numpy"):
         yield Operator(name=name, finite=finite)
     for name in ("index_put", "index_add", "index_copy", "scatter_add", "scatter_reduce"):
         yield Operator(name=name, finite=finite)

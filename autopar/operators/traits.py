@@ -77,6 +77,11 @@ FINITE_EVERYWHERE = _where(lambda operator: operator.finite is Finite.EVERYWHERE
 FINITE_AT_ZERO = MOVING | PRODUCTS | FILLS.keys() | _where(lambda operator: operator.finite)
 """Operators whose values and derivatives are finite where their floating operands are zero."""
 
+INDICES: Mapping[str, int] = {name: record.indices for name, record in RECORDS.items() if record.indices is not None}
+"""Operator -> the position of the result that is indices along a dim of its operand."""
+GATHERS = _where(lambda operator: operator.is_gather)
+"""Operators that return elements of their first operand, at indices."""
+
 SPECIALS: Mapping[str, tuple[float, float]] = {
     name: record.specials for name, record in RECORDS.items() if any(record.specials)
 }

@@ -6,8 +6,8 @@ import math
 from dataclasses import replace
 from typing import Any, Final
 
-from codegen.fusion.template import FLOATS, Bindings, Either, Is, Leaf, Op, Pattern, Template, fused
-from codegen.program import Call
+from codegen.fusion.template import FLOATS, Bindings, Either, Is, Leaf, Op, Pattern, Template, argument_types, fused
+from codegen.program import Call, TensorType
 
 # --- GELU -------------------------------------------------------------------------------------------------------------
 
@@ -72,6 +72,14 @@ def _gated_fits(bound: Bindings) -> bool:
     return bound["gate"].type.is_alike(bound["up"].type)
 
 
+def _gated_result(call: Call) -> tuple[TensorType | None, ...]:
+    """y has the shape of the gate; of half of its last dim where the other half is what it gates."""
+    gate, *up = argument_types(call)
+    if up or gate is None:
+        return (gate,)
+    return (replace(gate, shape=(*gate.shape[:-1], gate.shape[-1] // 2)),)
+
+
 def _forms(template: Either) -> tuple[Op, ...]:
     return tuple(option for option in template.options if isinstance(option, Op))
 
@@ -82,6 +90,7 @@ SWIGLU: Final = Pattern(
     leaves=("gate", "up"),
     template=_mul(Op("aten.silu.default", (Leaf("gate"),)), Leaf("up")),
     fits=_gated_fits,
+    result_types=_gated_result,
     saves=("gate", "up"),
 )
 GELU_WITH_TANH: Final = Pattern(
@@ -102,6 +111,7 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         leaves=("gate", "up"),
         template=_mul(_gelu(Leaf("gate")), Leaf("up")),
         fits=_gated_fits,
+        result_types=_gated_result,
         build=_with_form,
         saves=("gate", "up"),
     ),

@@ -5,11 +5,14 @@ its files import one another relatively and nothing else but torch, and Triton w
 
 Where lines belong, from what all kernels share to what one has:
 
-    dispatch.py                          is Triton there, may it take these tensors, do they fit, tensors as rows
+    dispatch.py                          is Triton there, may it take these tensors, do they fit, tensors as rows;
+                                         kernels that keep their launches
     tile.py, tuning.py, tuning_file.py   a kernel's candidates of launch parameters, and which of them is launched
     chunk_table.py                       many tensors in one launch: adamw.py, grad_norm.py
-    norm_kernels.py, norm_launches.py    layer and RMS norms, of x or of a sum with the residual stream
+    norm_kernels.py, norm_launches.py    layer and RMS norms, with the addition to the residual stream before or after
+    column_sums.py                       partial sums of a weight's and a bias's gradient, added up
     gated.py, gelu.py                    the kernels of SwiGLU and GeGLU, and GELU's two forms
+    counting_sort.py, grouped_linear.py, token_sums.py    experts' rows: sorted, multiplied, summed by token
     online_softmax.py                    maximum and sum of exponentials of a row: both losses
     <operation>.py                       its formula and reference, what callers see, what autograd saves
     <operation>_kernels.py               kernels and launches that several operations have, or that make a file long

@@ -15,11 +15,11 @@ import torch
 
 from .dispatch import check_agree, check_last_dim, use_triton
 from .layer_norm import layer_norm_reference
-from .norm_launches import AddNorm
+from .norm_launches import LAYER_NORM, AddNorm
 
 
 def add_layer_norm_reference(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The formula in torch operations."""
     total = x + residual
@@ -27,7 +27,7 @@ def add_layer_norm_reference(
 
 
 def add_layer_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`(layer_norm(x + residual), x + residual)`; differentiable once in x, residual, weight and bias.
 
@@ -45,7 +45,7 @@ def add_layer_norm(
     check_last_dim(x, weight=weight, bias=bias)
     if not use_triton(x, residual, weight, bias):
         return add_layer_norm_reference(x, residual, weight, bias, eps)
-    y, total = _AddLayerNorm.apply(x, residual, weight, bias, eps, True)  # type: ignore[no-untyped-call]
+    y, total = _AddLayerNorm.apply(x, residual, weight, bias, eps, LAYER_NORM)  # type: ignore[no-untyped-call]
     return y, total
 
 

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import torch
 
+from .column_sums import column_sums
 from .dispatch import as_rows, check_last_dim, jit, num_processors, tl, use_triton
 from .gelu import check_approximate, gelu_derivative, gelu_share
 from .tile import Tile
@@ -193,7 +194,7 @@ class _BiasGelu(torch.autograd.Function):
                 NEED_DB=need_db,
                 num_warps=warps,
             )
-            return dx_NC, None if db_PC is None else db_PC.sum(0).to(bias.dtype)
+            return dx_NC, None if db_PC is None else column_sums(db_PC[None], [bias.dtype])[0]
 
         flags = {"tanh": ctx.tanh, "dx": need_dx, "db": need_db}
         dx_NC, db = launch("bias_gelu_backward", BACKWARD_TILES, run, (num_rows, num_cols), x, bias, **flags)

@@ -18,6 +18,7 @@ try:
 except ImportError:
     triton = tl = None
 
+_AS_IT_IS: Final = contextlib.nullcontext()
 KERNEL_DTYPES: Final = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 # `triton.jit` reads TRITON_INTERPRET when it decorates, which is when the kernel files are imported. Reading it at
@@ -25,28 +26,68 @@ KERNEL_DTYPES: Final = frozenset({torch.float32, torch.bfloat16, torch.float16})
 INTERPRETING: Final[bool] = triton is not None and bool(triton.knobs.runtime.interpret)
 
 
+class Kernel(triton.JITFunction if triton is not None else object):  # type: ignore[misc]
+    """A Triton kernel that keeps its launches, so that a later one costs the host little.
+
+    `triton.jit` binds all arguments by name, reads settings from the environment and writes a text as its key, at every
+    launch. The key here is a tuple. It tells apart all launches that Triton compiles anew: by device, constants, dtype
+    and alignment of tensors, and integers that are 1, divisible by 16, or wider than 32 or 63 bits.
+
+    launches: key -> the launch of a compiled kernel, and an argument for every constant, which it counts but ignores.
+    """
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        super().__init__(function, **options)
+        self.launches: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[None, ...]]] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        """Return the launch of `grid` programs, on tensors and numbers by position and constants by name."""
+
+        def start(*args: Any, **constants: Any) -> None:
+            traits = [
+                kind
+                if (kind := type(arg)) is float or arg is None
+                else (arg == 1, arg % 16 == 0, -(2**31) <= arg < 2**31, arg >> 63)
+                if kind is int
+                else (arg.dtype, arg.data_ptr() % 16 == 0)
+                for arg in args
+            ]
+            key = (grid, args[0].get_device(), *constants, *constants.values(), *traits)
+            launch = self.launches.get(key)
+            if launch is None:
+                compiled = self.run(*args, grid=grid, warmup=False, **constants)
+                self.launches[key] = compiled[(*grid, 1, 1)], (None,) * (len(self.params) - len(args))
+            else:
+                launch[0](*args, *launch[1])
+
+        return start
+
+
 def jit(function: Callable[..., Any], **options: Any) -> Any:
-    """`triton.jit` where Triton is installed; otherwise `function` itself, which nothing then calls."""
-    return function if triton is None else triton.jit(function, **options)
+    """A kernel where Triton is installed; otherwise `function` itself, which nothing then calls."""
+    if triton is None:
+        return function
+    return triton.jit(function, **options) if INTERPRETING else Kernel(function, **options)
 
 
-def use_triton(*tensors: torch.Tensor | None) -> bool:
+def use_triton(*tensors: torch.Tensor | None, dtypes: frozenset[torch.dtype] = KERNEL_DTYPES) -> bool:
     """Whether the Triton kernels can take those tensors that are not None; otherwise the torch reference must.
 
-    True when all are on CUDA, or when the kernels run in Triton's interpreter. False for dtypes the kernels do not
-    compute in (float64 would silently lose digits), for empty tensors (an empty grid), and for tensor subclasses
-    (fake tensors and DTensors have no memory to point at).
+    dtypes: those that the kernels compute in. True when all are on CUDA, or when the kernels run in Triton's
+    interpreter. False for other dtypes (float64 would silently lose digits), for empty tensors (an empty grid), and for
+    tensor subclasses (fake tensors and DTensors have no memory to point at).
     """
     if triton is None:
         return False
-    return all(
-        tensor is None
-        or (tensor.is_cuda or (INTERPRETING and tensor.device.type == "cpu"))
-        and tensor.dtype in KERNEL_DTYPES
-        and tensor.numel() > 0
-        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        for tensor in tensors
-    )
+    for tensor in tensors:
+        if tensor is not None and not (
+            (tensor.is_cuda or (INTERPRETING and tensor.device.type == "cpu"))
+            and tensor.dtype in dtypes
+            and tensor.numel() > 0
+            and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        ):
+            return False
+    return True
 
 
 def check_agree(**tensors: torch.Tensor) -> None:
@@ -70,7 +111,9 @@ def check_last_dim(x: torch.Tensor, **parameters: torch.Tensor | None) -> None:
 
 def launch_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Makes the tensor's GPU current: Triton launches on the current device, not on the one its arguments live on."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return _AS_IT_IS
+    return torch.cuda.device(tensor.device)
 
 
 def as_rows(tensor: torch.Tensor) -> torch.Tensor:

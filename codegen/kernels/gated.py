@@ -1,7 +1,8 @@
 """Kernels of SwiGLU and GeGLU: an activation of a gate times what it gates, forward and backward in one pass each.
 
 The formulas are in swiglu.py and geglu.py. SILU: the activation is silu, else gelu; TANH: gelu's approximation. Tensors
-have one shape, any strides; the kernels see `[N, C]`, or one long row where all are contiguous. Arithmetic is fp32.
+have one shape, any strides; the kernels see `[N, C]`, or one long row where all are contiguous. Gate and up may come as
+the halves of one tensor `[N, 2 C]`, whose gradient is then written in place of two that are joined. Arithmetic is fp32.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from . import tuning
-from .dispatch import elementwise_rows, jit, tl
+from .dispatch import as_rows, check_agree, elementwise_rows, jit, tl
 from .gelu import gelu_derivative, gelu_share
 from .tile import Tile
 
@@ -68,6 +69,7 @@ def backward_kernel(
     gate_row_stride: tl.tensor,
     up_row_stride: tl.tensor,
     dy_row_stride: tl.tensor,
+    gradient_row_stride: tl.tensor,
     BLOCK: tl.constexpr,
     SILU: tl.constexpr,
     TANH: tl.constexpr,
@@ -80,47 +82,86 @@ def backward_kernel(
     active = (gate * share).to(up.dtype).to(tl.float32)
     dactive = dy * up.to(tl.float32)
     dgate = dactive * share * (1.0 + gate * (1.0 - share)) if SILU else dactive * gelu_derivative(gate, share, TANH)
-    tl.store(dgate_ptr + row * num_cols + cols, dgate.to(up.dtype), mask=ok)
-    tl.store(dup_ptr + row * num_cols + cols, (dy * active).to(up.dtype), mask=ok)
+    tl.store(dgate_ptr + row * gradient_row_stride + cols, dgate.to(up.dtype), mask=ok)
+    tl.store(dup_ptr + row * gradient_row_stride + cols, (dy * active).to(up.dtype), mask=ok)
 
 
-def _launch(direction: str, inputs: tuple[torch.Tensor, ...], silu: bool, tanh: bool) -> list[torch.Tensor]:
-    """Contiguous outputs like the inputs: y, or the gradients of gate and up."""
-    rows = elementwise_rows(*inputs)
+def _forward(gate: torch.Tensor, up: torch.Tensor, silu: bool, tanh: bool) -> torch.Tensor:
+    """y, contiguous."""
+    rows = elementwise_rows(gate, up)
     num_rows, num_cols = rows[0].shape
-    strides = [tensor.stride(0) for tensor in rows]
-    kernel, num_outputs = (forward_kernel, 1) if direction == "forward" else (backward_kernel, 2)
 
-    def run(tile: Tile) -> list[torch.Tensor]:
+    def run(tile: Tile) -> torch.Tensor:
         _, block, _, warps = tile.fit(num_cols)
         blocks_per_row = -(-num_cols // block)
-        outputs = [torch.empty(inputs[0].shape, dtype=inputs[0].dtype, device=inputs[0].device)]
-        outputs += [torch.empty_like(outputs[0]) for _ in range(num_outputs - 1)]
-        kernel[(num_rows * blocks_per_row,)](
-            *(*rows, *outputs, num_cols, blocks_per_row, *strides),
+        y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        strides = (tensor.stride(0) for tensor in rows)
+        forward_kernel[(num_rows * blocks_per_row,)](
+            *(*rows, y, num_cols, blocks_per_row, *strides), BLOCK=block, SILU=silu, TANH=tanh, num_warps=warps
+        )
+        return y
+
+    return tuning.launch(_name("forward", silu), TILES, run, (num_rows, num_cols), gate, TANH=tanh)
+
+
+def _backward(
+    gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor, silu: bool, tanh: bool, is_packed: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gradients of gate and up, contiguous. is_packed: the first has both, as halves of its last dim."""
+    rows = tuple(map(as_rows, (gate, up, dy))) if is_packed else elementwise_rows(gate, up, dy)
+    num_rows, num_cols = rows[0].shape
+
+    def run(tile: Tile) -> tuple[torch.Tensor, torch.Tensor | None]:
+        _, block, _, warps = tile.fit(num_cols)
+        blocks_per_row = -(-num_cols // block)
+        width = 2 * num_cols if is_packed else num_cols
+        shape = (*gate.shape[:-1], width) if is_packed else gate.shape
+        dgate = torch.empty(shape, dtype=gate.dtype, device=gate.device)
+        dup = None if is_packed else torch.empty_like(dgate)
+        written = dgate.view(num_rows, 2, num_cols).unbind(1) if dup is None else (dgate, dup)
+        strides = (tensor.stride(0) for tensor in rows)
+        backward_kernel[(num_rows * blocks_per_row,)](
+            *(*rows, *written, num_cols, blocks_per_row, *strides, width),
             BLOCK=block,
             SILU=silu,
             TANH=tanh,
             num_warps=warps,
         )
-        return outputs
+        return dgate, dup
 
-    name = f"{'swiglu' if silu else 'geglu'}_{direction}"
-    return tuning.launch(name, TILES, run, (num_rows, num_cols), inputs[0], TANH=tanh)
+    return tuning.launch(_name("backward", silu), TILES, run, (num_rows, num_cols), gate, TANH=tanh)
+
+
+def _name(direction: str, silu: bool) -> str:
+    return f"{'swiglu' if silu else 'geglu'}_{direction}"
+
+
+def gate_and_up(gate: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both operands; without `up` they are the halves of the last dim.
+
+    Raises:
+        ValueError: shapes or dtypes differ, or there are no halves.
+    """
+    if up is None:
+        if gate.dim() == 0 or gate.shape[-1] % 2:
+            raise ValueError(f"without up, the last dim of gate must have two halves; got {tuple(gate.shape)}")
+        gate, up = gate.chunk(2, -1)
+    check_agree(gate=gate, up=up)
+    return gate, up
 
 
 class Gated(torch.autograd.Function):
-    """Saves the two inputs; backward computes the activation again."""
+    """Saves its inputs; backward computes the activation again."""
 
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, silu: bool, tanh: bool) -> torch.Tensor:
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor | None, silu: bool, tanh: bool) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
         ctx.flags = silu, tanh
-        (y,) = _launch("forward", (gate, up), silu, tanh)
-        return y
+        return _forward(*gate_and_up(gate, up), silu, tanh)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        dgate, dup = _launch("backward", (*ctx.saved_tensors, dy), *ctx.flags)
-        return dgate, dup, None, None
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+        gate, up = ctx.saved_tensors
+        silu, tanh = ctx.flags
+        return *_backward(*gate_and_up(gate, up), dy, silu, tanh, is_packed=up is None), None, None

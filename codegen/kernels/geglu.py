@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import torch
 
-from .dispatch import check_agree, use_triton
-from .gated import Gated
+from .dispatch import use_triton
+from .gated import Gated, gate_and_up
 from .gelu import check_approximate
 
 
@@ -25,23 +25,24 @@ def geglu_reference(gate: torch.Tensor, up: torch.Tensor, approximate: str = "no
     return torch.nn.functional.gelu(gate, approximate=approximate) * up
 
 
-def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+def geglu(gate: torch.Tensor, up: torch.Tensor | None = None, approximate: str = "none") -> torch.Tensor:
     """`gelu(gate) * up`, elementwise; differentiable once in both.
 
     Args:
-        gate, up: one shape, one dtype, any strides (the two halves of one fused projection are read in place).
+        gate, up: one shape, one dtype, any strides. Without up, gate has both as halves of its last dim, and its
+            gradient is written in one piece.
         approximate: "none" for the exact gelu, "tanh" for its approximation, as of `torch.nn.functional.gelu`.
 
     Returns:
         The product, in the inputs' shape and dtype, contiguous on the Triton path.
 
     Raises:
-        ValueError: shapes or dtypes differ, or approximate is neither of these.
+        ValueError: shapes or dtypes differ, there are no halves, or approximate is neither of these.
     """
     check_approximate(approximate)
-    check_agree(gate=gate, up=up)
+    operands = gate_and_up(gate, up)
     if not use_triton(gate, up):
-        return geglu_reference(gate, up, approximate)
+        return geglu_reference(*operands, approximate)
     y: torch.Tensor = _GeGlu.apply(gate, up, False, approximate == "tanh")  # type: ignore[no-untyped-call]
     return y
 

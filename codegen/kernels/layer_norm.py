@@ -1,4 +1,4 @@
-"""Layer normalization with a weight and an optional bias, in one pass over memory where a row fits a tile.
+"""Layer normalization with an optional weight and bias, in one pass over memory where a row fits a tile.
 
 Formula (Ba, Kiros and Hinton 2016, "Layer Normalization", section 3, eq. 3 and 4), per row:
 
@@ -23,23 +23,25 @@ from __future__ import annotations
 import torch
 
 from .dispatch import check_last_dim, use_triton
-from .norm_launches import Norm
+from .norm_launches import LAYER_NORM, Norm
 
 
-def layer_norm_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+def layer_norm_reference(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
     """The formula by torch: x `[..., H]`, weight and bias `[H]` -> `[..., H]` in x's dtype (fp64 stays fp64)."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    bias = None if bias is None else bias.to(wide)
-    y = torch.nn.functional.layer_norm(x.to(wide), x.shape[-1:], weight.to(wide), bias, eps)
+    weight, bias = (None if parameter is None else parameter.to(wide) for parameter in (weight, bias))
+    y = torch.nn.functional.layer_norm(x.to(wide), x.shape[-1:], weight, bias, eps)
     return y.to(x.dtype)
 
 
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
     """`(x - mean(x)) / std(x) * weight + bias` over the last dim; differentiable once in x, weight and bias.
 
     Args:
         x: `[..., H]`, any strides.
-        weight: `[H]`, any dtype.
+        weight: `[H]`, any dtype; None for a norm without one.
         bias: `[H]`, any dtype; None for a norm without one.
         eps: added to the variance.
 
@@ -52,7 +54,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
     check_last_dim(x, weight=weight, bias=bias)
     if not use_triton(x, weight, bias):
         return layer_norm_reference(x, weight, bias, eps)
-    y: torch.Tensor = _LayerNorm.apply(x, weight, bias, eps, True)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _LayerNorm.apply(x, weight, bias, eps, LAYER_NORM)  # type: ignore[no-untyped-call]
     return y
 
 

@@ -1,14 +1,15 @@
-"""Launches of norms, layer_norm.py, rms_norm.py and those of a sum, and what autograd saves for their gradients.
+"""Launches of norms, layer_norm.py, rms_norm.py and those with a sum, and what autograd saves for their gradients.
 
 Shapes and precisions are in norm_kernels.py.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
+from .column_sums import column_sums
 from .dispatch import as_rows, num_processors
 from .norm_kernels import backward_kernel, forward_blocks_kernel, forward_kernel, row_means_kernel
 from .tile import Tile
@@ -33,24 +34,45 @@ BACKWARD_TILES: Final = (
 )
 
 
+class Form(NamedTuple):
+    """The kind of a norm, by the constants of norm_kernels.py."""
+
+    centered: bool
+    rounds_xhat: bool
+    offset: float = 0.0
+
+
+LAYER_NORM: Final = Form(centered=True, rounds_xhat=False)
+
+
+def rms_norm_form(offset: float, rounds_once: bool) -> Form:
+    """The form of an RMS norm; rounds_once: after the weight only."""
+    return Form(centered=False, rounds_xhat=not rounds_once, offset=offset)
+
+
 def launch_forward(
     x_NH: torch.Tensor,
     residual_NH: torch.Tensor | None,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
-    centered: bool,
+    form: Form,
+    sum_after: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-    """(y; x + residual where there is one; mean if centered; rstd)."""
+    """(y; x + residual where that is normalized; mean if centered; rstd).
+
+    sum_after: the residual is added to the norm of x, which gives y.
+    """
     num_rows, num_cols = x_NH.shape
-    weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
+    sum_before = residual_NH is not None and not sum_after
+    weight, bias = (None if parameter is None else parameter.contiguous() for parameter in (weight, bias))
 
     def run(tile: Tile) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
         rows, cols, whole_row, warps = tile.fit(num_cols)
         y_NH = torch.empty((num_rows, num_cols), dtype=x_NH.dtype, device=x_NH.device)
-        sum_NH = None if residual_NH is None else torch.empty_like(y_NH)
+        sum_NH = torch.empty_like(y_NH) if sum_before else None
         rstd_N = torch.empty(num_rows, dtype=torch.float32, device=x_NH.device)
-        mean_N = torch.empty_like(rstd_N) if centered else None
+        mean_N = torch.empty_like(rstd_N) if form.centered else None
         kernel = forward_kernel if whole_row else forward_blocks_kernel
         kernel[(-(-num_rows // rows),)](
             x_NH,
@@ -68,25 +90,31 @@ def launch_forward(
             eps,
             ROWS=rows,
             COLS=cols,
-            HAS_RESIDUAL=residual_NH is not None,
+            SUM_BEFORE=sum_before,
+            SUM_AFTER=sum_after,
             HAS_BIAS=bias is not None,
-            CENTERED=centered,
+            CENTERED=form.centered,
+            ROUNDS_XHAT=form.rounds_xhat,
+            HAS_WEIGHT=weight is not None,
+            OFFSET=form.offset,
             num_warps=warps,
         )
         return y_NH, sum_NH, mean_N, rstd_N
 
-    name, shape = f"{'layer' if centered else 'rms'}_norm_forward", (num_rows, num_cols)
-    flags = {"residual": residual_NH is not None, "bias": bias is not None}
-    return launch(name, FORWARD_TILES, run, shape, x_NH, weight, **flags)
+    name = "layer_norm_forward" if form.centered else "rms_norm_forward"
+    flags = {"residual": sum_before, "sum_after": sum_after, "bias": bias is not None}
+    tensors = (x_NH,) if weight is None else (x_NH, weight)
+    return launch(name, FORWARD_TILES, run, (num_rows, num_cols), *tensors, **flags)
 
 
 def _row_means(
     x_NH: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     dy_NH: torch.Tensor,
     mean_N: torch.Tensor | None,
     rstd_N: torch.Tensor,
     tile: Tile,
+    form: Form,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """(dot; avg if centered) where the backward needs them: of rows that are longer than the tile."""
     num_rows, num_cols = x_NH.shape
@@ -99,35 +127,40 @@ def _row_means(
     row_means_kernel[(num_rows,)](
         *(x_NH, weight, dy_NH, mean_N, rstd_N, dot_N, avg_N, num_cols, *strides),
         COLS=cols,
-        CENTERED=mean_N is not None,
+        CENTERED=form.centered,
+        HAS_WEIGHT=weight is not None,
+        OFFSET=form.offset,
         num_warps=warps,
     )
     return dot_N, avg_N
 
 
 def launch_backward(
-    saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor],
+    saved: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor],
     dy: torch.Tensor,
     dsum: torch.Tensor | None,
     need: tuple[bool, bool, bool],
+    form: Form,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """(dx, with dsum added where there is one; dw; db), as needed, from (x, weight, bias, mean if centered, rstd)."""
     x, weight, bias, mean_N, rstd_N = saved
-    x_NH, dy_NH, weight = as_rows(x), as_rows(dy), weight.contiguous()
+    x_NH, dy_NH, weight = as_rows(x), as_rows(dy), None if weight is None else weight.contiguous()
     dsum_NH = None if dsum is None else as_rows(dsum)
     num_rows, num_cols = x_NH.shape
+    need_dx, need_dw, need_db = need
+    dtypes = [p.dtype for p, is_needed in ((weight, need_dw), (bias, need_db)) if is_needed and p is not None]
 
-    def run(tile: Tile) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    def run(tile: Tile) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         rows, cols, whole_row, warps = tile.fit(num_cols)
         num_chunks = min(-(-num_rows // rows), tile.programs * num_processors(x.device))
-        dx_NH = torch.empty((num_rows, num_cols), dtype=x.dtype, device=x.device) if need[0] else None
-        dw_PH, db_PH = (
-            torch.empty((num_chunks, num_cols), dtype=torch.float32, device=x.device) if needed else None
-            for needed in need[1:]
-        )
-        dot_N, avg_N = _row_means(x_NH, weight, dy_NH, mean_N, rstd_N, tile) if need[0] else (None, None)
+        dx_NH = torch.empty((num_rows, num_cols), dtype=x.dtype, device=x.device) if need_dx else None
+        partial_KPH = None
+        if dtypes:
+            shape = (len(dtypes), num_chunks, num_cols)
+            partial_KPH = torch.empty(shape, dtype=torch.float32, device=x.device)
+        dot_N, avg_N = _row_means(x_NH, weight, dy_NH, mean_N, rstd_N, tile, form) if need_dx else (None, None)
         backward_kernel[(num_chunks, -(-num_cols // cols))](
-            *(x_NH, weight, dy_NH, dsum_NH, mean_N, rstd_N, dot_N, avg_N, dx_NH, dw_PH, db_PH),
+            *(x_NH, weight, dy_NH, dsum_NH, mean_N, rstd_N, dot_N, avg_N, dx_NH, partial_KPH),
             num_rows,
             num_cols,
             x_NH.stride(0),
@@ -136,20 +169,25 @@ def launch_backward(
             ROWS=rows,
             COLS=cols,
             WHOLE_ROW=whole_row,
-            NEED_DX=need[0],
-            NEED_DW=need[1],
-            NEED_DB=need[2],
+            NEED_DX=need_dx,
+            NEED_DW=need_dw,
+            NEED_DB=need_db,
             HAS_DSUM=dsum_NH is not None,
-            CENTERED=mean_N is not None,
+            CENTERED=form.centered,
+            ROUNDS_XHAT=form.rounds_xhat,
+            HAS_WEIGHT=weight is not None,
+            OFFSET=form.offset,
             num_warps=warps,
         )
-        dw = None if dw_PH is None else dw_PH.sum(0).to(weight.dtype)
-        db = None if db_PH is None or bias is None else db_PH.sum(0).to(bias.dtype)
-        return None if dx_NH is None else dx_NH.view(x.shape), dw, db
+        return dx_NH, [] if partial_KPH is None else column_sums(partial_KPH, dtypes)
 
-    name, shape = f"{'rms' if mean_N is None else 'layer'}_norm_backward", (num_rows, num_cols)
-    flags = {"dx": need[0], "dw": need[1], "db": need[2], "dsum": dsum_NH is not None}
-    return launch(name, BACKWARD_TILES, run, shape, x_NH, weight, **flags)
+    name = "layer_norm_backward" if form.centered else "rms_norm_backward"
+    flags = {"dx": need_dx, "dw": need_dw, "db": need_db, "dsum": dsum_NH is not None}
+    tensors = (x_NH,) if weight is None else (x_NH, weight)
+    dx_NH, sums = launch(name, BACKWARD_TILES, run, (num_rows, num_cols), *tensors, **flags)
+    dw = sums[0] if need_dw else None
+    db = sums[-1] if need_db else None
+    return None if dx_NH is None else dx_NH.view(x.shape), dw, db
 
 
 class Norm(torch.autograd.Function):
@@ -160,17 +198,47 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, centered: bool
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, form: Form
     ) -> torch.Tensor:
-        y_NH, _, mean_N, rstd_N = launch_forward(as_rows(x), None, weight, bias, eps, centered)
+        y_NH, _, mean_N, rstd_N = launch_forward(as_rows(x), None, weight, bias, eps, form)
         ctx.save_for_backward(x, weight, bias, mean_N, rstd_N)
+        ctx.form = form
         return y_NH.view(x.shape)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dx, dw, db = launch_backward(ctx.saved_tensors, dy, None, ctx.needs_input_grad[:3])
+        dx, dw, db = launch_backward(ctx.saved_tensors, dy, None, ctx.needs_input_grad[:3], ctx.form)
         return dx, dw, db, None, None
+
+
+class NormAdd(torch.autograd.Function):
+    """Saves what a norm of x alone does. The residual's gradient is that of the sum itself."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        form: Form,
+    ) -> torch.Tensor:
+        rows = as_rows(x), as_rows(residual)
+        y_NH, _, mean_N, rstd_N = launch_forward(*rows, weight, bias, eps, form, sum_after=True)
+        ctx.save_for_backward(x, weight, bias, mean_N, rstd_N)
+        ctx.form = form
+        return y_NH.view(x.shape)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        need_dx, need_dresidual, need_dw, need_db, *_ = ctx.needs_input_grad
+        dx, dw, db = None, None, None
+        if need_dx or need_dw or need_db:
+            dx, dw, db = launch_backward(ctx.saved_tensors, dy, None, (need_dx, need_dw, need_db), ctx.form)
+        return dx, dy if need_dresidual else None, dw, db, None, None
 
 
 class AddNorm(torch.autograd.Function):
@@ -181,15 +249,16 @@ class AddNorm(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         residual: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
-        centered: bool,
+        form: Form,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        y_NH, sum_NH, mean_N, rstd_N = launch_forward(as_rows(x), as_rows(residual), weight, bias, eps, centered)
+        y_NH, sum_NH, mean_N, rstd_N = launch_forward(as_rows(x), as_rows(residual), weight, bias, eps, form)
         assert sum_NH is not None
         total = sum_NH.view(x.shape)
         ctx.save_for_backward(total, weight, bias, mean_N, rstd_N)
+        ctx.form = form
         ctx.set_materialize_grads(False)
         return y_NH.view(x.shape), total
 
@@ -200,5 +269,5 @@ class AddNorm(torch.autograd.Function):
             return dsum, dsum, None, None, None, None
         need_dx, need_dresidual, need_dw, need_db, *_ = ctx.needs_input_grad
         need = need_dx or need_dresidual, need_dw, need_db
-        dx, dw, db = launch_backward(ctx.saved_tensors, dy, dsum, need)
+        dx, dw, db = launch_backward(ctx.saved_tensors, dy, dsum, need, ctx.form)
         return dx, dx, dw, db, None, None

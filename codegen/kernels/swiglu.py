@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import torch
 
-from .dispatch import check_agree, use_triton
-from .gated import Gated
+from .dispatch import use_triton
+from .gated import Gated, gate_and_up
 
 
 def swiglu_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -24,21 +24,22 @@ def swiglu_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def swiglu(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
     """`silu(gate) * up`, elementwise; differentiable once in both.
 
     Args:
-        gate, up: one shape, one dtype, any strides (the two halves of one fused projection are read in place).
+        gate, up: one shape, one dtype, any strides. Without up, gate has both as halves of its last dim, and its
+            gradient is written in one piece.
 
     Returns:
         The product, in the inputs' shape and dtype, contiguous on the Triton path.
 
     Raises:
-        ValueError: shapes or dtypes differ.
+        ValueError: shapes or dtypes differ, or there are no halves.
     """
-    check_agree(gate=gate, up=up)
+    operands = gate_and_up(gate, up)
     if not use_triton(gate, up):
-        return swiglu_reference(gate, up)
+        return swiglu_reference(*operands)
     y: torch.Tensor = _SwiGlu.apply(gate, up, True, False)  # type: ignore[no-untyped-call]
     return y
 

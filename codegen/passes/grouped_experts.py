@@ -1,6 +1,9 @@
-"""Layers of experts whose rows one kernel multiplies (`codegen/runtime/grouped.py`), in programs with kernels.
+"""Layers of experts whose rows kernels sort, multiply and sum (`codegen/runtime/grouped.py`), in programs with kernels.
 
-    y = expert_linear(rows, self.up, routes)        y = grouped.expert_linear(rows, self.up, routes)
+    routes = Routes(chosen, 128)                             routes = grouped.Routes(chosen, 128)
+    rows = dispatch(x, routes, choices=8)                    rows = grouped.dispatch(x, routes, choices=8)
+    y = expert_linear(rows, self.up, routes)                 y = grouped.expert_linear(rows, self.up, routes)
+    total = combine(y, routes, weights, choices=8)           total = grouped.combine(y, routes, weights, choices=8)
 
 Which kernel that is, torch's or ours, is decided when a rank runs it: by its GPU, and by what lies how.
 """
@@ -8,11 +11,11 @@ Which kernel that is, torch's or ours, is decided when a rank runs it: by its GP
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
 from codegen.program import Call, ModuleClass, Program, Statement
 
-SEPARATE = "runtime.expert_linear"
-GROUPED = "grouped.expert_linear"
+GROUPED: Final = {f"runtime.{name}": f"grouped.{name}" for name in ("Routes", "dispatch", "expert_linear", "combine")}
 
 
 def with_grouped_experts(program: Program) -> Program:
@@ -25,6 +28,6 @@ def _grouped(cls: ModuleClass) -> ModuleClass:
 
 
 def _statement(statement: Statement) -> Statement:
-    if isinstance(statement, Call) and statement.target == SEPARATE:
-        return replace(statement, target=GROUPED)
+    if isinstance(statement, Call) and statement.target in GROUPED:
+        return replace(statement, target=GROUPED[statement.target])
     return statement

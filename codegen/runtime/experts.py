@@ -8,13 +8,14 @@ back: between `dispatch` and `combine` may be anything that does with each row t
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import Any, Final, Protocol
+import itertools
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from .captured import refuse_capture
 
@@ -31,48 +32,101 @@ class RoutingAxis(Protocol):
     def exchange_rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor: ...
 
 
+class Permutation(NamedTuple):
+    """An order of rows. order: at each place the row that goes there. inverse: for each row its place."""
+
+    order: Tensor
+    inverse: Tensor
+
+    @property
+    def reversed(self) -> Permutation:
+        """The permutation that undoes this one."""
+        return Permutation(self.inverse, self.order)
+
+
+def sorted_ids(ids: Tensor, num_ids: int) -> tuple[Permutation, Tensor]:
+    """The stable order that sorts ids [N] from 0 to num_ids - 1, and for each id the number of rows that it and those
+    before it have, int32 [num_ids]."""
+    ascending, order = ids.sort(stable=True)
+    numbers = torch.arange(max(len(ids), num_ids), device=ids.device)
+    ends = torch.searchsorted(ascending, numbers[:num_ids].to(ids.dtype), right=True, out_int32=True)
+    return Permutation(order, torch.empty_like(order).scatter_(0, order, numbers[: len(ids)])), ends
+
+
+def row_counts(ends: Tensor) -> Tensor:
+    """For each id the number of its rows, of the numbers `sorted_ids` returns."""
+    return ends.diff(prepend=ends.new_zeros(1))
+
+
+def joined_runs(lengths: Tensor, num_rows: int) -> Permutation:
+    """The order that joins the runs of each expert. Rows come as runs, of one rank and expert each: lengths [ranks,
+    experts], num_rows in all. They leave by expert, and by rank within it."""
+
+    def starts(counts: Tensor) -> Tensor:
+        return (counts.flatten().cumsum(0) - counts.flatten()).view(counts.shape)
+
+    places, shifts = torch.arange(num_rows, device=lengths.device), starts(lengths) - starts(lengths.t()).t()
+    order, inverse = (
+        places + sign * shift.flatten().repeat_interleave(runs.flatten(), output_size=num_rows)
+        for sign, shift, runs in ((1, shifts.t(), lengths.t()), (-1, shifts, lengths))
+    )
+    return Permutation(order, inverse)
+
+
 class Routes:
     """The ways of rows to their experts: sorted by expert, on the rank of `axis` that has it.
 
     experts [N]: each row's, from 0 to num_experts - 1. Every rank of the axis must make the same calls. Reads the
-    numbers of rows on the host.
+    numbers of rows on the host where rows travel. sort: as `sorted_ids`.
+
+    by_expert: the order of this rank's rows. arranged: of the rows that arrive, None where none travel. ends: for each
+    expert of this rank the number of arranged rows that it and those before it have, int32.
     """
+
+    sort: Callable[[Tensor, int], tuple[Permutation, Tensor]] = staticmethod(sorted_ids)
 
     def __init__(self, experts: Tensor, num_experts: int, axis: RoutingAxis | None = None) -> None:
         self.axis = axis if axis is not None and axis.size > 1 else None
-        self.order = experts.argsort(stable=True)
-        counts = experts.new_zeros(num_experts).index_add_(0, experts, torch.ones_like(experts))
-        self.arranged: Tensor | None = None
+        self.by_expert, self.ends = self.sort(experts, num_experts)
+        self.arranged: Permutation | None = None
         if self.axis is not None:
-            arriving = self.axis.exchange_parts(counts.view(self.axis.size, -1))
-            local_experts = torch.arange(arriving.shape[1], device=experts.device).repeat(self.axis.size)
+            leaving = row_counts(self.ends).view(self.axis.size, -1)
+            arriving = self.axis.exchange_parts(leaving)
             refuse_capture("the exchange of experts' rows")
-            self.sent, self.received = counts.view(self.axis.size, -1).sum(1).tolist(), arriving.sum(1).tolist()
-            came = local_experts.repeat_interleave(arriving.flatten(), output_size=sum(self.received))
-            self.arranged = came.argsort(stable=True)
-            counts = arriving.sum(0)
-        self.counts = counts
+            self.sent, self.received = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()
+            self.arranged = joined_runs(arriving, sum(self.received))
+            self.ends = arriving.sum(0).cumsum(0, dtype=torch.int32)
 
-    @cached_property
-    def ends(self) -> Tensor:
-        """For each expert of this rank the number of arranged rows that it and those before it have, int32."""
-        return self.counts.cumsum(0, dtype=torch.int32)
+    def arriving(self, rows: Tensor) -> Tensor:
+        """[N, ...] of this rank sorted by expert -> [M, ...] of all ranks, those of this rank's experts."""
+        if self.axis is None or self.arranged is None:
+            return rows
+        return taken(exchanged(rows, self.axis, self.sent, self.received), self.arranged)
 
-
-def dispatch(rows: Tensor, routes: Routes) -> Tensor:
-    """[N, ...] in the order of the tokens -> [M, ...] sorted by expert: of all ranks' rows, those of this one's."""
-    rows = taken(rows, routes.order)
-    if routes.axis is None or routes.arranged is None:
-        return rows
-    return taken(exchanged(rows, routes.axis, routes.sent, routes.received), routes.arranged)
+    def returning(self, rows: Tensor) -> Tensor:
+        """[M, ...] -> [N, ...]: what `arriving` did, undone."""
+        if self.axis is None or self.arranged is None:
+            return rows
+        return exchanged(taken(rows, self.arranged.reversed), self.axis, self.received, self.sent)
 
 
-def combine(rows: Tensor, routes: Routes) -> Tensor:
-    """[M, ...] -> [N, ...]: what `dispatch` did, undone."""
-    if routes.axis is not None and routes.arranged is not None:
-        rows = taken(rows, routes.arranged.argsort())
-        rows = exchanged(rows, routes.axis, routes.received, routes.sent)
-    return taken(rows, routes.order.argsort())
+def dispatch(rows: Tensor, routes: Routes, choices: int = 1) -> Tensor:
+    """[N / choices, ...] in the order of the tokens -> [M, ...] sorted by expert: of all ranks' rows, those of this
+    one's. choices: rows that each token has."""
+    return routes.arriving(taken(rows, routes.by_expert, choices))
+
+
+def combine(rows: Tensor, routes: Routes, weights: Tensor | None = None, choices: int = 1) -> Tensor:
+    """[M, B] -> [N / choices, B]: the rows in the order of the tokens, times weights [N, 1], summed for each token."""
+    rows = taken(routes.returning(rows), routes.by_expert.reversed)
+    if weights is not None:
+        rows = rows * weights
+    return summed_choices(rows, choices)
+
+
+def summed_choices(rows: Tensor, choices: int) -> Tensor:
+    """[N, ...] -> [N / choices, ...]: the sums of adjacent rows."""
+    return rows if choices == 1 else rows.view(len(rows) // choices, choices, *rows.shape[1:]).sum(1)
 
 
 SAVED: Final = ((0, 1, 2), False, 8)
@@ -90,24 +144,28 @@ def expert_linear(rows: Tensor, weight: Tensor, routes: Routes, bias: Tensor | N
         products = F.grouped_mm(rows, weight, offs=routes.ends)
     else:
         refuse_capture("a product per expert")
-        parts = zip(torch.split(rows, routes.counts.tolist()), weight.unbind(), strict=True)
+        sizes = [end - start for start, end in itertools.pairwise([0, *routes.ends.tolist()])]
+        parts = zip(torch.split(rows, sizes), weight.unbind(), strict=True)
         products = torch.cat([part @ matrix for part, matrix in parts])
-    return products if bias is None else products + bias.repeat_interleave(routes.counts, 0, output_size=len(rows))
+    if bias is None:
+        return products
+    return products + bias.repeat_interleave(row_counts(routes.ends), 0, output_size=len(rows))
 
 
 class _Taken(torch.autograd.Function):
-    """rows[order], for a permutation."""
+    """Rows in another order, each as often as it has choices."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, rows: Tensor, order: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
-        return rows.index_select(0, order)
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, choices: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.choices = choices
+        return rows.index_select(0, order if choices == 1 else order // choices)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (order,) = ctx.saved_tensors
-        return gradient.index_select(0, order.argsort()), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return summed_choices(gradient.index_select(0, inverse), ctx.choices), None, None, None
 
 
 class _Exchanged(torch.autograd.Function):
@@ -124,10 +182,10 @@ class _Exchanged(torch.autograd.Function):
         return ctx.axis.exchange_rows(gradient, ctx.received, ctx.sent), None, None, None
 
 
-def taken(rows: Tensor, order: Tensor) -> Tensor:
-    """rows[order], for a permutation."""
+def taken(rows: Tensor, permutation: Permutation, choices: int = 1) -> Tensor:
+    """rows[order]. choices: how often each row stands before they are ordered."""
     function: Any = _Taken
-    result: Tensor = function.apply(rows, order)
+    result: Tensor = function.apply(rows, *permutation, choices)
     return result
 
 

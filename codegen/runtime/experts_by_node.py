@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .experts import RoutingAxis, exchanged, taken
+from .experts import RoutingAxis, exchanged, joined_runs, taken
 
 
 class NumberedAxis(RoutingAxis, Protocol):
@@ -77,18 +77,16 @@ class NodeRoutes:
         num_sent, num_arrived, num_spread = sum(self.sent), sum(self.arrived), sum(self.spread)
 
         tokens = torch.arange(len(chosen), device=experts.device).repeat(num_nodes)
-        leaving = goes.flatten().byte().argsort(stable=True, descending=True)[:num_sent]
+        leaving = torch.nonzero_static(goes.flatten(), size=num_sent).flatten()
         self.copies = Copies(tokens[leaving], len(chosen))
         local = self.across(chosen[self.copies.rows].int()) - self.node * experts_per_rank * neighbors
-        own_experts = torch.arange(experts_per_rank, device=experts.device)
         last = experts_per_rank * neighbors
         local = local.where((local >= 0) & (local < last), last).flatten()
         self.order = local.argsort(stable=True)[:num_spread]
         """The choices of the copies on this rank that are of this node's experts, sorted by expert."""
         self.inside = Copies(self.order // choices, num_arrived)
-        came = own_experts.repeat(neighbors).repeat_interleave(arriving.flatten(), output_size=sum(self.received))
-        self.arranged = came.argsort(stable=True)
-        self.counts = arriving.sum(0)
+        self.arranged = joined_runs(arriving, sum(self.received))
+        self.ends = arriving.sum(0).cumsum(0, dtype=torch.int32)
 
     def _counted(self, counts: Tensor, copies: Tensor, num_nodes: int) -> tuple[Tensor, list[list[list[int]]]]:
         """(rows that come from each neighbor for each expert [p, E / n]; on the host the copies that go to and come
@@ -107,11 +105,6 @@ class NodeRoutes:
         numbers = torch.cat([copies, counts_held[:, 0], counts_held[:, 1:].sum(0), arriving.sum(1)]).tolist()
         nodes, ranks = numbers[: 2 * num_nodes], numbers[2 * num_nodes :]
         return arriving, [[nodes[:num_nodes], nodes[num_nodes:]], [ranks[:neighbors], ranks[neighbors:]]]
-
-    @cached_property
-    def ends(self) -> Tensor:
-        """For each expert of this rank the number of arranged rows that it and those before it have, int32."""
-        return self.counts.cumsum(0, dtype=torch.int32)
 
     def across(self, copies: Tensor, returns: bool = False) -> Tensor:
         """[C, ...] -> [H, ...] to the nodes; returns: [H, ...] -> [C, ...] from them."""
@@ -145,7 +138,7 @@ def dispatch_by_node(tokens: Tensor, routes: NodeRoutes) -> Tensor:
 def combine_by_node(rows: Tensor, weights: Tensor, routes: NodeRoutes) -> Tensor:
     """[M, B], and a weight for each choice of this rank's tokens, [T k] or [T k, 1] -> [T, B]: for each token the
     weighted sum over its choices, in the dtype that a row times a weight has."""
-    rows = routes.within(taken(rows, routes.arranged.argsort()), returns=True)
+    rows = routes.within(taken(rows, routes.arranged.reversed), returns=True)
     arrived_weights = routes.across(weights.reshape(-1, routes.choices).index_select(0, routes.copies.rows))
     sums = _apply(_Weighed, rows, arrived_weights.flatten().index_select(0, routes.order), routes.inside)
     return _apply(_Summed, routes.across(sums, returns=True), routes.copies)

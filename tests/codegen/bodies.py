@@ -94,7 +94,13 @@ def assert_same_numbers(body: Body, fused: Program, tolerance: float = 1e-6) -> 
     assert y.dtype == fused_y.dtype and gradients.keys() == fused_gradients.keys()
     torch.testing.assert_close(fused_y, y, rtol=tolerance, atol=tolerance)
     for name, gradient in gradients.items():
-        torch.testing.assert_close(fused_gradients[name], gradient, rtol=tolerance, atol=tolerance, msg=name)
+        torch.testing.assert_close(
+            fused_gradients[name],
+            gradient,
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
 def is_left_alone(body: Body, *outputs: str) -> bool:

@@ -12,6 +12,7 @@ import autopar
 from autopar.launch import run_ranks
 from autopar.verify import verify_program
 from examples.models import EXAMPLES
+from examples.zoo import ZOO
 
 SIZES = {"layers": 1, "width": 16, "num_heads": 2, "seq_len": 8, "batch_size": 4, "vocab_size": 32}
 
@@ -23,9 +24,16 @@ CASES: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"dropout": 0.1, "target_len": 8, "feed_forward_proj": "gated-gelu"},
         {"_LinearCrossEntropy", "_RmsNorm", "_DropoutAdd", "_GeGlu"},
     ),
-    "mixtral": ({}, {"_LinearCrossEntropy", "_RmsNorm", "_AddRmsNorm", "_Rotary", "_SwiGlu", "_GroupedLinear"}),
+    "mixtral": (
+        {},
+        {"_LinearCrossEntropy", "_RmsNorm", "_AddRmsNorm", "_Rotary", "_SwiGlu", "_GroupedLinear"}
+        | {"_Copied", "_TokenSums"},
+    ),
+    "gemma2": ({}, {"_RmsNorm", "_RmsNormAdd", "_Rotary", "_GeGlu"}),
+    "swinv2": ({}, {"_LayerNorm", "_LayerNormAdd"}),
 }
-"""Model -> options, and the autograd functions of our kernels that its loss is made with."""
+"""Model -> options, and the autograd functions of our kernels that its loss is made with. What EXAMPLES lacks is of the
+zoo, without options."""
 
 CONSTRAINTS = {"mixtral": {"dp": 2, "ep": 2}}
 """Of models that are not on two ranks of dp alone."""
@@ -49,10 +57,15 @@ def kernels_run(compiled: Any, batch: Any) -> set[str]:
 
 def main(name: str) -> int:
     options, functions = CASES[name]
-    example = EXAMPLES[name](**SIZES, **options)
+    example = EXAMPLES[name](**SIZES, **options) if name in EXAMPLES else ZOO[name].build()
     constraints = CONSTRAINTS.get(name, {"dp": 2})
     compiled = autopar.compile(
-        example.model, "2 cpu", example_inputs=example.inputs, constraints=constraints, kernels="on"
+        example.model,
+        "2 cpu",
+        example_inputs=example.inputs,
+        loss_fn=example.loss_fn,
+        constraints=constraints,
+        kernels="on",
     )
     found = run_ranks(kernels_run, (compiled, example.inputs), 2)
     # AdamW makes whole steps of gradients' round-off: updates are compared by themselves.

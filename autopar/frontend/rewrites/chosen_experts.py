@@ -6,27 +6,24 @@ that row alone (transformers' batched_mm, gpt-fast's einsum):
     bmm(x[:, None], weight[ids])                        expert_linear(x, weight, ids)[:, None]
     einsum("ta,tkab->tkb", x, weight[ids])              expert_linear(repeat_interleave(x, k, 0), weight, ids.view(-1))
 
-The numbers are the same. A weight [E, B, A] is transposed first. Expert ids must come from a sort or a comparison, so
-that none is negative: a look-up would count negative ids from the end.
+The numbers are the same. A weight [E, B, A] is transposed first. No expert id may be negative, as the calls that make
+them show (integer_bounds.py): a look-up would count negative ids from the end.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.frontend.fx_import import FlatGraph, unused_name
+from autopar.frontend.rewrites.integer_bounds import integer_bounds
 from autopar.ir.graph import Node, Ref, TensorMeta, base_name
 from autopar.ir.operators import arguments_of
 from autopar.operators.traits import RESHAPES, SAME_VALUES
 from autopar.rules.families.experts import EXPERT_LINEAR
 from autopar.rules.registry import rule_for
 from autopar.rules.rule import Dims, Rule
-
-_PLACES: Mapping[str, int] = {"topk": 1, "sort": 1, "max": 1, "min": 1, "argmax": 0, "argmin": 0, "argsort": 0}
-"""Operators that return indices along a dim, and the position of these among their results."""
 
 _KEEPING = RESHAPES | SAME_VALUES
 """Operators that keep integers unchanged."""
@@ -59,6 +56,7 @@ class _Writer:
     def __init__(self, flat: FlatGraph) -> None:
         self.metas, self.made_by = flat.metas(), {node.name: node for node in flat.nodes}
         self.names = set(self.made_by) | set(flat.parameters) | set(flat.inputs)
+        self.bounds = integer_bounds(flat)
         self.flat_ids: dict[Ref, Ref] = {}
         self.rows_of: dict[Ref, Ref] = {}
         self.renamed: dict[Ref, Ref] = {}
@@ -153,14 +151,7 @@ class _Writer:
         arguments, (weight, ids) = arguments_of(node), node.inputs
         is_first = arguments.get("dim", 0) == 0 and arguments.get("indices", (ids,)) == (ids,)
         is_matrix = len(self.metas[weight].shape) == 3 and not self.metas[ids].dtype.is_floating_point
-        return (weight, ids) if is_first and is_matrix and self.are_places(ids) else None
-
-    def are_places(self, ids: Ref) -> bool:
-        """Return whether ids are indices along a dim."""
-        while ids.node in self.made_by and base_name(self.made_by[ids.node].op) in _KEEPING:
-            ids = self.made_by[ids.node].inputs[0]
-        maker = self.made_by.get(ids.node)
-        return maker is not None and _PLACES.get(base_name(maker.op)) == ids.index
+        return (weight, ids) if is_first and is_matrix and ids in self.bounds and self.bounds[ids].low >= 0 else None
 
 
 def _factors(rule: Rule, dims: Dims) -> list[str]:

@@ -144,7 +144,7 @@ def test_rows_of_experts_over_the_wrong_ranks_are_caught(axis: Raw | None) -> No
         layer = stage_program.layers[0]
         body = tuple(
             replace(s, args=(*s.args[:2], *(() if axis is None else (axis,))))
-            if isinstance(s, Call) and s.target == "runtime.Routes"
+            if isinstance(s, Call) and s.target == "grouped.Routes"
             else s
             for s in layer.body
         )
@@ -153,7 +153,7 @@ def test_rows_of_experts_over_the_wrong_ranks_are_caught(axis: Raw | None) -> No
 
     assert check_edges(program.program, program.best).ok
     findings = check_edges(program.program.map(elsewhere), program.best)
-    assert [text for text in findings.failures if "routes = runtime.Routes: goes over" in text and "over ep" in text]
+    assert [text for text in findings.failures if "routes = grouped.Routes: goes over" in text and "over ep" in text]
 
 
 def test_a_message_to_the_wrong_rank_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,10 @@ from codegen.kernels.dispatch import power_of_2_at_least
 ce = importlib.import_module("codegen.kernels.cross_entropy")
 norms = importlib.import_module("codegen.kernels.norm_kernels")
 norm_launches = importlib.import_module("codegen.kernels.norm_launches")
+counting_sort = importlib.import_module("codegen.kernels.counting_sort")
+token_sums = importlib.import_module("codegen.kernels.token_sums")
 grouped = importlib.import_module("codegen.kernels.grouped_linear")
+column_sums = importlib.import_module("codegen.kernels.column_sums")
 linear_ce = importlib.import_module("codegen.kernels.linear_cross_entropy_kernels")
 adamw = importlib.import_module("codegen.kernels.adamw")
 grad_norm = importlib.import_module("codegen.kernels.grad_norm")
@@ -31,18 +34,20 @@ bias_gelu = importlib.import_module("codegen.kernels.bias_gelu")
 dropout_add = importlib.import_module("codegen.kernels.dropout_add")
 
 POINTERS = {
-    "*i64": ("target_ptr", "offsets_ptr", "numels_ptr", "chunks_ptr", "rows_ptr", "columns_ptr"),
-    "*fp32": ("rstd_ptr", "dot_ptr", "dw_ptr", "loss_ptr", "max_ptr", "logsum_ptr", "dloss_ptr", "stats_ptr", "in_ptr")
+    "*i64": ("target_ptr", "offsets_ptr", "numels_ptr", "chunks_ptr", "rows_ptr", "columns_ptr")
+    + ("ids_ptr", "order_ptr", "inverse_ptr", "places_ptr"),
+    "*fp32": ("rstd_ptr", "dot_ptr", "loss_ptr", "max_ptr", "logsum_ptr", "dloss_ptr", "stats_ptr", "in_ptr")
     + ("scale_ptr", "scales_ptr", "parameter_ptr", "exp_avg_ptr", "exp_avg_sq_ptr", "decays_ptr", "factors_ptr")
     + ("partial_ptr", "weights_ptr", "mean_ptr", "avg_ptr", "db_ptr"),
     "*fp8e4nv": ("q_ptr",),
-    "*i32": ("ends_ptr",),
+    "*i32": ("ends_ptr", "counts_ptr"),
 }
 POINTER_TYPES = {name: type_ for type_, names in POINTERS.items() for name in names}
 FLOATS = {"eps", "one_minus_beta1", "beta2", "one_minus_beta2", "scale"}
 INT64 = {"row_offset", "multiplier", "start"}
 # Never a multiple of 16, or not by nature: Triton learns alignment at each launch.
 UNALIGNED = {"blocks_per_row", "first_class", "num_blocks", "num_parts", "seed", "threshold", *FLOATS, *INT64}
+UNALIGNED |= {"num_ids", "num_rows", "num_choices", "num_programs", "tiles_per_program"}
 UNALIGNED |= {"num_tokens", "num_q_heads", "num_k_heads", "blocks_per_token", "q_heads_per_block", "k_heads_per_block"}
 
 
@@ -68,39 +73,49 @@ def compile_kernel(kernel, dtype, constants, warps, **options):
     return triton_compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, **options})
 
 
+ROUNDED_ONCE = {"ROUNDS_XHAT": False, "OFFSET": 1.0}
+"""As Gemma's norms are."""
+
+
 def norm_cases(name, centered):
-    """Of a norm and of a sum's, each with what only the other kind of norm has left out."""
-    parameters = {"NEED_DW": "dw_ptr"} | ({"NEED_DB": "db_ptr"} if centered else {})
+    """Of a norm, and of one with a sum before or after it, without what only the other kind of norm has."""
+    needs = {"NEED_DX": True, "NEED_DW": True, "NEED_DB": centered}
     absent = {} if centered else {"mean_ptr": None, "avg_ptr": None}
-    alone, with_sum = {"HAS_RESIDUAL": False, "residual_ptr": None, "sum_ptr": None}, {"HAS_RESIDUAL": True}
+    form = {"CENTERED": centered, "ROUNDS_XHAT": not centered, "HAS_WEIGHT": True, "OFFSET": 0.0}
+    no_weight = {"HAS_WEIGHT": False, "w_ptr": None}
+    alone = {"SUM_BEFORE": False, "SUM_AFTER": False, "residual_ptr": None, "sum_ptr": None}
+    sum_before, sum_after = {"SUM_BEFORE": True, "SUM_AFTER": False}, alone | {"SUM_AFTER": True}
+    del sum_after["residual_ptr"]
     no_dsum, with_dsum = {"HAS_DSUM": False, "dsum_ptr": None}, {"HAS_DSUM": True}
 
     def forward(tile, num_cols):
         rows, cols, whole, warps = tile.fit(num_cols)
         kernel = norms.forward_kernel if whole else norms.forward_blocks_kernel
         bias = {"HAS_BIAS": True} if centered else {"HAS_BIAS": False, "b_ptr": None, "mean_ptr": None}
-        return kernel, {"ROWS": rows, "COLS": cols, "CENTERED": centered} | bias, warps
+        return kernel, {"ROWS": rows, "COLS": cols} | form | bias, warps
 
     def backward(tile, num_cols):
         rows, cols, whole, warps = tile.fit(num_cols)
         means = dict.fromkeys(("dot_ptr", "avg_ptr")) if whole else {}
-        needs = {"NEED_DX": True} | dict.fromkeys(parameters, True)
-        needs |= {} if centered else {"NEED_DB": False, "db_ptr": None}
-        constants = {"ROWS": rows, "COLS": cols, "WHOLE_ROW": whole, "CENTERED": centered}
-        return constants | absent | means | needs, warps
+        return {"ROWS": rows, "COLS": cols, "WHOLE_ROW": whole} | form | absent | means | needs, warps
 
     for num_cols in (128, 4096, 20000):
         kernel, constants, warps = forward(norm_launches.FORWARD_TILES[0], num_cols)
         yield f"{name}_forward_{num_cols}", kernel, constants | alone, warps
-        yield f"add_{name}_forward_{num_cols}", kernel, constants | with_sum, warps
+        yield f"{name}_forward_{num_cols}_no_weight", kernel, constants | alone | no_weight, warps
+        yield f"add_{name}_forward_{num_cols}", kernel, constants | sum_before, warps
+        yield f"{name}_add_forward_{num_cols}", kernel, constants | sum_after, warps
+        yield f"{name}_add_forward_{num_cols}_once", kernel, constants | sum_after | ROUNDED_ONCE, warps
         constants, warps = backward(norm_launches.BACKWARD_TILES[0], num_cols)
         yield f"{name}_backward_{num_cols}", norms.backward_kernel, constants | no_dsum, warps
         yield f"add_{name}_backward_{num_cols}", norms.backward_kernel, constants | with_dsum, warps
-    dx_only = constants | no_dsum | dict.fromkeys(parameters, False) | dict.fromkeys(parameters.values())
+        yield f"{name}_backward_{num_cols}_once", norms.backward_kernel, constants | no_dsum | ROUNDED_ONCE, warps
+    dx_only = constants | no_dsum | {"NEED_DW": False, "NEED_DB": False, "partial_ptr": None}
     yield f"{name}_backward_dx", norms.backward_kernel, dx_only, warps
+    yield f"{name}_backward_no_weight", norms.backward_kernel, dx_only | no_weight, warps
     parameters_only = constants | no_dsum | {"NEED_DX": False} | dict.fromkeys(("dx_ptr", "dot_ptr", "avg_ptr"))
     yield f"{name}_backward_parameters", norms.backward_kernel, parameters_only, warps
-    row_means = {"COLS": constants["COLS"], "CENTERED": centered} | absent
+    row_means = {"COLS": constants["COLS"], "CENTERED": centered, "HAS_WEIGHT": True, "OFFSET": 0.0} | absent
     yield (
         f"{name}_rows",
         norms.row_means_kernel,
@@ -109,10 +124,18 @@ def norm_cases(name, centered):
     )
     for index, tile in enumerate(norm_launches.FORWARD_TILES[1:], 1):
         kernel, constants, warps = forward(tile, 4096)
-        yield f"add_{name}_forward_tile_{index}", kernel, constants | with_sum, warps
+        yield f"add_{name}_forward_tile_{index}", kernel, constants | sum_before, warps
     for index, tile in enumerate(norm_launches.BACKWARD_TILES[1:], 1):
         constants, warps = backward(tile, 4096)
         yield f"add_{name}_backward_tile_{index}", norms.backward_kernel, constants | with_dsum, warps
+
+
+def column_sum_cases():
+    """Of one gradient and of two, whose dtypes may differ."""
+    sizes = {"ROWS": column_sums.ROWS, "COLS": column_sums.COLS}
+    one, two = {"HAS_SECOND": False, "second_ptr": None}, {"HAS_SECOND": True, "second_ptr": "*fp32"}
+    for name, constants in (("one", one), ("two", two)):
+        yield f"column_sums_{name}", column_sums._column_sums_kernel, sizes | constants, 4
 
 
 def block_cases(name, kernel, tiles, num_cols=1 << 20, **constants):
@@ -214,6 +237,34 @@ def grouped_cases():
     yield "grouped_weight_alone", grouped._weight_kernel, own | {"NEED_DBIAS": False, "dbias_ptr": None}, tile
 
 
+def token_sum_cases():
+    """Sums and their gradients, of rows in bf16 with weights in bf16 and fp32, and without."""
+    rows = {"rows_ptr": "*bf16"}  # adamw.py has a rows_ptr too, of another type.
+    _, cols, _, warps = token_sums.TILE.fit(4096)
+    for weights in ("*bf16", "*fp32"):
+        given = rows | {
+            "weights_ptr": weights,
+            "y_ptr": weights,
+            "dy_ptr": weights,
+            "dweights_ptr": weights,
+            "COLS": cols,
+        }
+        yield f"token_sums_{weights[1:]}", token_sums._sum_kernel, given | {"HAS_WEIGHTS": True}, warps
+        needs = {"NEED_DROWS": True, "NEED_DWEIGHTS": True}
+        yield f"token_sums_backward_{weights[1:]}", token_sums._row_gradient_kernel, given | needs, warps
+    alone = rows | {"weights_ptr": None, "HAS_WEIGHTS": False, "COLS": cols}
+    yield "token_sums_alone", token_sums._sum_kernel, alone, warps
+
+
+def sort_cases():
+    for num_ids in (4, 128, counting_sort.MOST_IDS):
+        rows = max(counting_sort.TILE_ELEMENTS // num_ids, counting_sort.LEAST_ROWS)
+        sizes = {"ROWS": rows, "IDS": num_ids}
+        yield f"count_{num_ids}", counting_sort._count_kernel, sizes, 4
+        places = sizes | {"PROGRAMS": counting_sort.PROGRAMS_AT_ONCE}
+        yield f"place_{num_ids}", counting_sort._place_kernel, places, 4
+
+
 def table_cases():
     table = {"CHUNK": adamw.CHUNK, "ALIGNED": True, "num_cols": adamw.CHUNK}
     copy = {"NUM_COLUMNS": 5, "HAS_COPY": True}
@@ -251,10 +302,12 @@ def quantize_cases():
 CASES = [
     *norm_cases("rms", False),
     *norm_cases("layer", True),
+    *column_sum_cases(),
     *other_cases(),
     *gelu_cases(),
     *rotary_cases(),
     *dropout_cases(),
+    *token_sum_cases(),
 ]
 CASES += [*linear_cross_entropy_cases(), *table_cases(), *quantize_cases()]
 
@@ -270,6 +323,17 @@ def test_compiles_with_16_byte_loads(kernel, constants, warps):
     compiled = compile_kernel(kernel, "bf16", constants, warps)
     assert compiled.asm["cubin"][:4] == b"\x7fELF"
     assert ".v4.b32" in compiled.asm["ptx"], "no 16-byte access: the kernel would not reach the memory's bandwidth"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "constants", "warps"),
+    [
+        pytest.param(*case[1:], id=case[0], marks=[] if index < 2 else [pytest.mark.slow])
+        for index, case in enumerate(sort_cases())
+    ],
+)
+def test_sorts_compile(kernel, constants, warps):
+    assert compile_kernel(kernel, "bf16", constants, warps).asm["cubin"][:4] == b"\x7fELF"
 
 
 PRODUCTS = [

@@ -13,6 +13,7 @@ import torch
 from codegen.kernels import dispatch
 from codegen.kernels.add_layer_norm import add_layer_norm, add_layer_norm_reference
 from codegen.kernels.layer_norm import layer_norm
+from codegen.kernels.layer_norm_add import layer_norm_add
 from codegen.kernels.tile import Tile
 
 module = importlib.import_module("codegen.kernels.norm_launches")
@@ -187,3 +188,39 @@ def test_empty_rows_and_wrong_arguments():
         add_layer_norm(torch.zeros(2, 8), torch.zeros(1, 8), torch.ones(8), None, EPS)
     with pytest.raises(ValueError, match="bias must have shape"):
         layer_norm(torch.zeros(2, 8), torch.ones(8), torch.ones(7), EPS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize(("shape", "largest"), [((2, 3, 65), 256), ((5, 40), 16)])
+def test_sum_after_matches_fp64(shape, largest, with_bias, dtype, monkeypatch, assert_near):
+    """The bias has another dtype than the weight: both gradients are of one launch."""
+    set_tiles(monkeypatch, largest, 256 if largest > 16 else 1)
+    torch.manual_seed(9)
+    tensors = [torch.randn(shape).to(dtype) for _ in range(2)] + [torch.randn(shape[-1]).to(dtype)]
+    tensors += [torch.randn(shape[-1])] if with_bias else []
+    leaves, exact = (
+        [t.detach().clone().to(to or t.dtype).requires_grad_() for t in tensors] for to in (None, torch.float64)
+    )
+    x, residual, weight, *bias = leaves
+    y, dy = layer_norm_add(x, residual, weight, bias[0] if bias else None, EPS), torch.randn(shape).to(dtype)
+    assert type(y.grad_fn).__name__ == "_LayerNormAddBackward", "the reference ran, not the kernel"
+    x, residual, weight, *bias = exact
+    wanted = expected(x, None, weight, bias[0] if bias else None)[0] + residual
+    assert_near(y.detach(), wanted.detach())
+    gradients = zip(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(wanted, exact, dy.double()), strict=True)
+    for leaf, (a, w) in zip(leaves, gradients, strict=True):
+        assert a.dtype == leaf.dtype
+        assert_near(a, w, dtype)
+
+
+@pytest.mark.parametrize("largest", [256, 16])
+def test_without_parameters(largest, monkeypatch, assert_near):
+    set_tiles(monkeypatch, largest, 1)
+    torch.manual_seed(10)
+    x, dy = torch.randn(2, 5, 33)
+    x.requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    y, wanted = layer_norm(x, None, None, EPS), expected(wide, None, 1.0, None)[0]
+    assert_near(y.detach(), wanted.detach())
+    assert_near(*torch.autograd.grad(y, x, dy), *torch.autograd.grad(wanted, wide, dy.double()))

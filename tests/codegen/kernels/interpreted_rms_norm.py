@@ -13,6 +13,7 @@ import torch
 from codegen.kernels import dispatch
 from codegen.kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
 from codegen.kernels.rms_norm import rms_norm
+from codegen.kernels.rms_norm_add import rms_norm_add
 from codegen.kernels.tile import Tile
 
 module = importlib.import_module("codegen.kernels.norm_launches")
@@ -213,3 +214,105 @@ def test_empty_rows_and_wrong_arguments():
         add_rms_norm(torch.zeros(2, 8), torch.zeros(1, 8), torch.ones(8), EPS)
     with pytest.raises(ValueError, match="weight must have shape"):
         add_rms_norm(torch.zeros(2, 8), torch.zeros(2, 8), torch.ones(7), EPS)
+
+
+def norm(x, weight, offset):
+    """The formula without any rounding."""
+    return (offset + weight) * x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
+
+
+def check_form(place, inputs, gradients, assert_near, **form):
+    """Outputs and all gradients of a norm alone, of x + residual, or before the residual is added."""
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    x, residual, weight = exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    function = {"alone": rms_norm, "of sum": add_rms_norm, "before sum": rms_norm_add}[place]
+    offset = form.get("offset", 0.0)
+    if place == "alone":
+        outputs, wanted = [function(leaves[0], leaves[2], EPS, **form)], [norm(x, weight, offset)]
+    elif place == "of sum":
+        outputs, wanted = function(*leaves, EPS, **form), [norm(x + residual, weight, offset), x + residual]
+    else:
+        outputs, wanted = [function(*leaves, EPS, **form)], [norm(x, weight, offset) + residual]
+    assert "RmsNorm" in type(outputs[0].grad_fn).__name__, "the reference ran, not the kernel"
+    gradients = gradients[: len(outputs)]
+    actual = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
+    expected_gradients = torch.autograd.grad(wanted, exact, [d.double() for d in gradients], allow_unused=True)
+    for a, w in zip((*outputs, *actual), (*wanted, *expected_gradients), strict=True):
+        assert (a is None) == (w is None)
+        if a is not None:
+            assert_near(a.detach(), w.detach(), inputs[0].dtype)
+    assert [a.dtype for a in actual if a is not None] == [
+        leaf.dtype for a, leaf in zip(actual, leaves, strict=True) if a is not None
+    ]
+
+
+ONE_TILE, BLOCKS = pytest.param((2, 3, 65), 256, id="65"), pytest.param((5, 40), 16, id="40 by 16")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("place", ["alone", "of sum", "before sum"])
+@pytest.mark.parametrize(("offset", "rounds_once"), [(1.0, True), (0.0, True), (0.0, False)])
+@pytest.mark.parametrize(("shape", "largest"), [ONE_TILE, BLOCKS])
+def test_forms_match_fp64(shape, largest, offset, rounds_once, place, dtype, monkeypatch, assert_near):
+    """Tiles of 16: rows of several blocks. The fp32 weight of a half x is read as it is."""
+    for name in ("FORWARD_TILES", "BACKWARD_TILES"):
+        monkeypatch.setattr(module, name, (Tile(largest, least=256 if largest > 16 else 1),))
+    torch.manual_seed(11)
+    x, residual, dy, dsum = (torch.randn(shape).to(dtype) for _ in range(4))
+    weight = torch.randn(shape[-1]).to(torch.float32 if rounds_once else dtype)
+    inputs, form = (x, residual, weight), {"offset": offset, "rounds_once": rounds_once}
+    check_form(place, inputs, (dy, dsum), assert_near, **form)
+
+
+def test_sum_after_of_strided_inputs_surrounded_by_nan(assert_near):
+    torch.manual_seed(12)
+    buffer = torch.full((3, 3, 41), float("nan"))
+    buffer[..., 4:-4] = torch.randn(3, 3, 33)
+    x, residual, dy = buffer[:, ::2, 4:-4]
+    check_form("before sum", (x, residual, torch.randn(66)[::2]), (dy,), assert_near, offset=1.0, rounds_once=True)
+
+
+@pytest.mark.parametrize("needed", ["x", "residual", "weight"])
+def test_one_gradient_of_a_sum_after(needed, assert_near):
+    """A zero-bubble schedule takes dx first; the residual's gradient is handed on."""
+    torch.manual_seed(13)
+    x, residual, weight, dy = torch.randn(3, 33), torch.randn(3, 33), torch.randn(33), torch.randn(3, 33)
+    inputs = {"x": x, "residual": residual, "weight": weight}
+    exact = {name: tensor.double() for name, tensor in inputs.items()}
+    inputs[needed].requires_grad_()
+    exact[needed].requires_grad_()
+    (actual,) = torch.autograd.grad(rms_norm_add(*inputs.values(), EPS), inputs[needed], dy)
+    wanted = norm(exact["x"], exact["weight"], 0.0) + exact["residual"]
+    assert_near(actual, *torch.autograd.grad(wanted, exact[needed], dy.double()))
+    if needed == "residual":
+        assert torch.equal(actual, dy)
+
+
+def test_rounds_once_where_gemma_does_and_twice_with_a_sum():
+    """fp16, as in test_rounds_where_hugging_face_rounds."""
+    torch.manual_seed(14)
+    x = (torch.randint(0, 2, (8, 64)) * 2 - 1).half() * torch.tensor([1.25, 1.5] * 32).half()
+    weight, residual = torch.randn(64).half(), torch.randn(8, 64).half()
+    wide = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + EPS)
+    once, twice = (wide * (1.0 + weight.float())).half(), (wide.half().float() * (1.0 + weight.float())).half()
+    assert (once != twice).any(), "the inputs do not tell the two roundings apart"
+    form = {"offset": 1.0, "rounds_once": True}
+    torch.testing.assert_close(rms_norm(x, weight, EPS, **form), once, rtol=0, atol=0)
+    unrounded = (wide * (1.0 + weight.float()) + residual.float()).half()
+    assert (unrounded != once + residual).any()
+    torch.testing.assert_close(rms_norm_add(x, residual, weight, EPS, **form), once + residual, rtol=0, atol=0)
+    assert torch.equal(add_rms_norm(x, residual, weight, EPS, **form)[0], rms_norm(x + residual, weight, EPS, **form))
+
+
+@pytest.mark.parametrize("largest", [256, 16])
+def test_without_a_weight(largest, monkeypatch, assert_near):
+    for name in ("FORWARD_TILES", "BACKWARD_TILES"):
+        monkeypatch.setattr(module, name, (Tile(largest),))
+    torch.manual_seed(15)
+    x, residual, dy = torch.randn(3, 5, 33)
+    x.requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    y = rms_norm_add(x, residual, None, EPS)
+    wanted = norm(wide, 1.0, 0.0) + residual.double()
+    assert_near(y.detach(), wanted.detach())
+    assert_near(*torch.autograd.grad(y, x, dy), *torch.autograd.grad(wanted, wide, dy.double()))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from codegen.kernels import gated
+from codegen.kernels.geglu import geglu
 from codegen.kernels.swiglu import swiglu
 from codegen.kernels.tile import Tile
 
@@ -60,6 +61,27 @@ def test_halves_of_a_fused_projection_surrounded_by_nan(assert_near):
     buffer[..., 2:-2] = torch.randn(2, 3, 42)
     gate, up = buffer[..., 2:-2].chunk(2, dim=-1)
     check(gate, up, torch.randn(2, 3, 21), assert_near)
+
+
+@pytest.mark.parametrize("activation", [swiglu, geglu])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(2,), (1, 6), (3, 14), (2, 3, 42)])
+def test_halves_in_one_tensor(shape, dtype, activation, monkeypatch):
+    """Equal to the bit to the halves as two tensors, whose gradients are joined; also with several blocks per row."""
+    torch.manual_seed(4)
+    monkeypatch.setattr(gated, "TILES", (Tile(4),))
+    buffer = torch.full((*shape[:-1], shape[-1] + 3), float("nan"), dtype=dtype)
+    both = buffer[..., 1:-2].copy_(torch.randn(shape)).detach().requires_grad_()
+    results = []
+    for operands in ((both,), both.chunk(2, -1)):
+        y = activation(*operands)
+        results.append((y, torch.autograd.grad(y, both, torch.linspace(-1, 1, y.numel()).view(y.shape).to(dtype))[0]))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_one_tensor_has_two_halves():
+    with pytest.raises(ValueError, match=r"two halves; got \(3, 5\)"):
+        swiglu(torch.randn(3, 5))
 
 
 def test_other_strides(assert_near):

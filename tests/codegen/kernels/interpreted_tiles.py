@@ -27,6 +27,8 @@ SHAPES = {
     "add_rms_norm": [(37, 65), (2, 17001)],
     "layer_norm": [(37, 65), (2, 17001)],
     "add_layer_norm": [(37, 65), (3, 9001)],
+    "rms_norm_add": [(37, 65), (2, 17001)],
+    "layer_norm_add": [(37, 65), (3, 9001)],
     "rotary": [(1, 2, 40, 8, 128, 128), (2, 1, 70, 3, 96, 24)],
     "rotary_interleaved": [(1, 2, 16, 16, 256, 64)],
     "swiglu": [(3, 5001)],
@@ -46,7 +48,7 @@ SHAPES = {
 }
 # Sums over a row or over rows; all other kernels promise equal bits.
 SUMS = {"rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "bias_gelu", "bias_gelu_tanh", "cross_entropy"}
-SUMS |= {"linear_cross_entropy", "grouped_linear", "grad_norm"}
+SUMS |= {"rms_norm_add", "layer_norm_add", "linear_cross_entropy", "grouped_linear", "grad_norm"}
 
 
 def set_candidate(monkeypatch, index):

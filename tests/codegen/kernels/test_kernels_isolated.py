@@ -33,7 +33,7 @@ def run_python(arguments: list[str], interpret: bool, cache: Path) -> subprocess
     ("files", "interpret"),
     [
         pytest.param("swiglu cross_entropy rms_norm layer_norm rotary gelu dropout_add", True, marks=pytest.mark.slow),
-        pytest.param("linear_cross_entropy grouped_linear tiles", True, marks=pytest.mark.slow),
+        pytest.param("linear_cross_entropy grouped_linear expert_rows tiles", True, marks=pytest.mark.slow),
         pytest.param("adamw fp8 quantize update programs", True, marks=pytest.mark.slow),
         pytest.param("", False, marks=pytest.mark.slow),
     ],
