@@ -1,4 +1,4 @@
-"""What every test shares: one thread per process, the order of files, and golden files; see also worker.py."""
+"""What every test shares: one thread per process, turns, the order of files, and golden files; see also worker.py."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 
 import pytest
 
+from tests.turns import TURN, VARIABLE
+
+# Workers take the same turn.
+os.environ[VARIABLE] = str(TURN)
 GOLDEN_FOLDER = Path(__file__).parent / "golden"
 
 
@@ -25,6 +29,17 @@ def pytest_configure(config: pytest.Config) -> None:
     """The process that deals tests out runs none."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         config.pluginmanager.import_plugin("tests.worker")
+
+
+def pytest_report_header() -> str:
+    """Print the turn of this run, which repeats it."""
+    return f"turn: {VARIABLE}={TURN} (tests/turns.py)"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the turn again where tests failed, and where a quiet run has no header."""
+    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
+        terminalreporter.write_line(f"To repeat this run: {VARIABLE}={TURN} pytest ...")
 
 
 @pytest.hookimpl(trylast=True)

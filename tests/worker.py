@@ -1,4 +1,4 @@
-"""Where tests run, which with xdist is not the process that deals them out: one thread, fixed seeds, shared traces.
+"""Where tests run, which with xdist is not the process that deals them out: turns, one thread, seeds, shared traces.
 
 conftest.py loads it; the process that deals tests out would import torch for nothing, while the workers wait for it.
 """
@@ -21,6 +21,7 @@ import torch
 from autopar.frontend.fakes import count_devices
 from autopar.running import start_method
 from tests.shared_traces import shared
+from tests.turns import one_in
 
 # Tests make fake tensors and compile before they fork ranks.
 count_devices()
@@ -45,6 +46,21 @@ _TRACING = {
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cases of a test marked `by_turns(n)`, mark all but every n-th slow, before slow ones are deselected."""
+    cases_of: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("by_turns") and not item.get_closest_marker("slow"):
+            cases_of.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in cases_of.values():
+        (stride,) = cases[0].get_closest_marker("by_turns").args
+        quick = one_in(min(stride, len(cases)), cases)
+        for case in cases:
+            if case not in quick:
+                case.add_marker("slow")
 
 
 def pytest_collection_finish() -> None:

@@ -177,20 +177,28 @@ class _Generator:
 
 _STANDARD = sysconfig.get_paths()["stdlib"]
 _LIBRARIES = ("torch", "numpy", "autopar", "codegen", "random")
+_libraries: dict[str, Any] = {}
+"""Modules of _LIBRARIES and of Python's own, by name. They are thousands, and are passed over."""
 _searched: dict[str, tuple[int, int]] = {}
-"""Modules without any of these, as they were when they were looked through: there are thousands."""
+"""Other modules without any of these, as they were when they were looked through."""
 
 
 def _held(calls: Mapping[int, Any]) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """(namespace, name, value) where a module has one of these functions by name (`from random import ...`), by their
     ids, or a generator."""
     for name, module in list(sys.modules.items()):
+        if _libraries.get(name) is module:
+            continue
         space = getattr(module, "__dict__", None)
         if type(space) is not dict or _searched.get(name) == (id(space), len(space)):
             continue
-        members = [] if _is_library(name, space) else list(space.items())
+        if _is_library(name, space):
+            _libraries[name] = module
+            continue
         members = [
-            (key, member) for key, member in members if id(member) in calls or isinstance(member, tuple(_METHODS))
+            (key, member)
+            for key, member in list(space.items())
+            if id(member) in calls or isinstance(member, tuple(_METHODS))
         ]
         if not members:
             _searched[name] = id(space), len(space)

@@ -49,6 +49,7 @@ def step_of(rate: float = 0.1) -> Any:
     return program.build()
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("bound", [-1.0, 0.0, 0, math.nan, -math.inf, True, "1", None])
 def test_bounds_that_no_option_takes_are_refused_by_clip(bound: Any) -> None:
     step = step_of()

@@ -166,6 +166,7 @@ SHAPES = {"up": (EXPERTS, WIDTH, INNER), "bias": (EXPERTS, INNER), "down": (EXPE
 QUICK = (Dispatched, WeighedInTheProduct, ChosenByExperts)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(
     "mixture",
     [pytest.param(kind, id=kind.__name__, marks=() if kind in QUICK else pytest.mark.slow) for kind in KINDS],

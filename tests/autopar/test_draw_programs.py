@@ -39,6 +39,7 @@ def compiled_of(model: nn.Module, loss_fn: Any, cluster: str = "1 cpu", **option
     return autopar.compile(model, cluster, example_inputs=batch(), loss_fn=loss_fn, optimizer=sgd, **options)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("name", slow_but(QUICK))
 def test_losses_of_three_steps_are_the_models(name: str) -> None:
     model, loss_fn = model_and_loss(name)

@@ -76,6 +76,7 @@ class AddedToTokens(Routed):
         return F.cross_entropy(self.head(x.index_add(0, token, rows)), labels.view(-1))
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("model", [Routed, AddedToTokens])
 def test_rows_of_a_mixture_stay_sorted_for_any_number_of_rows(model: type[Routed]) -> None:
     """One row, too, whose batch cannot be told from its other dims of size one."""

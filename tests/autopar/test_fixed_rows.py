@@ -100,6 +100,7 @@ def test_equal_to_one_process(make: Callable[[], nn.Module], plan: tuple[str, di
     assert report.ok(TOLERANCE), str(report)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("cluster", ["8x8 a100-80g", "1x6 a100-80g", "1x4 a100-80g + 1x4 v100-32g"])
 def test_planned_for_many_devices(cluster: str) -> None:
     """Layers are solved for few rows there, on which this model does not run."""

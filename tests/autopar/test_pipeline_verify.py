@@ -22,8 +22,11 @@ from autopar.compiled import CompiledProgram
 from autopar.errors import PlanError
 from autopar.launch import RankError, run_ranks
 from autopar.lowering.assembly import files_of
-from benchmarks.verify_pipelines import Case, cluster_of, compiled, run
+from autopar.verify import sgd_with_momentum
+from benchmarks.verify_pipelines import TOLERANCE, Case, cluster_of, compiled, run
 from codegen.program import PipelineProgram
+from cost_models.schedule import SCHEDULES
+from examples.models import EXAMPLES
 
 
 def slow(case: Case) -> Any:
@@ -75,12 +78,46 @@ CASES = (
 )
 
 
+SMALL = {"layers": 4, "seq_len": 4, "width": 16, "num_heads": 2, "vocab_size": 32}
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.text)
 def test_pipelines_equal_the_single_process_model(case: Case) -> None:
     wrong, report = run(case, cluster_of(case.num_ranks))
     assert not wrong, f"{wrong}: {report}"
     assert report is not None and report.gradients and len(report.losses) == 3
+
+
+def _trained(programs: list[CompiledProgram], batch: dict[str, torch.Tensor]) -> list[list[float]]:
+    """Return the losses of each program's first three steps."""
+    losses = []
+    for program in programs:
+        step, local = program.build(), program.local_batch(batch)
+        losses.append([float(step(local)) for _ in range(3)])
+    return losses
+
+
+@pytest.mark.distributed
+def test_every_schedule_trains_several_steps_as_one_process() -> None:
+    """A loss depends on the updates of all steps before; the gradients of single steps are compared above."""
+    pins = {"pp": 2, "dp": 1, "tp": 1, "micro_batches": 4}
+    chunks = {name: {"chunks": 2} if schedule.chooses_chunks else {} for name, schedule in SCHEDULES.items()}
+    cases = [Case("gpt2", pins | {"schedule": name} | chunks[name], factory=SMALL) for name in SCHEDULES]
+    programs = [compiled(case, cluster_of(2))[0] for case in cases]
+    assert [program.plan.pipeline.schedule for program in programs] == list(SCHEDULES)
+    example = EXAMPLES["gpt2"](**SMALL)
+    optimizer, expected = sgd_with_momentum(example.model.parameters()), []
+    for _ in range(3):
+        loss = example.loss()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    for losses in run_ranks(_trained, (programs, example.inputs), 2):
+        assert dict(zip(SCHEDULES, losses, strict=True)) == {
+            name: pytest.approx(expected, rel=TOLERANCE) for name in SCHEDULES
+        }
 
 
 # --- a rank that dies -------------------------------------------------------------------------------------------------

@@ -41,8 +41,7 @@ def check(name, constraints, *, cluster=IDEAL, dropout=0.0, **options):
     return report
 
 
-# Among the fast tests llama also runs in that of uneven targets and in test_fusion.py, llama_gqa in
-# test_context_parallel.py.
+# Among the fast tests llama also runs in test_fusion.py, llama_gqa in test_context_parallel.py.
 QUICK = ("gpt2",)
 
 
@@ -92,6 +91,7 @@ def _noise(*key):
     return random.Random(repr(key)).random()
 
 
+@pytest.mark.slow
 def test_uneven_targets_over_ranks_and_micro_batches():
     """All labels of some rows ignored: the mean over valid tokens must not become a mean of means."""
     example = EXAMPLES["llama"](layers=1)

@@ -88,6 +88,7 @@ MADE = {
 }
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("name", MADE)
 def test_a_model_that_makes_tensors_of_nothing(name: str) -> None:
     model = Made(MADE[name])

@@ -288,6 +288,7 @@ CHAINS = [
 ]
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize(("name", "cut", "layers", "dropout"), CHAINS)
 def test_stages_one_after_the_other_are_the_model(name, cut, layers, dropout, tmp_path) -> None:

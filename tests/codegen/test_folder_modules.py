@@ -89,6 +89,7 @@ def closure(folder: Path) -> set[Path]:
     return found
 
 
+@pytest.mark.by_turns(3)
 def test_the_files_are_what_main_imports(saved: tuple[str, Path]) -> None:
     case, folder = saved
     files = set(folder.rglob("*.py"))
@@ -113,6 +114,7 @@ def bound(statements: list[ast.stmt]) -> set[str]:
     return names
 
 
+@pytest.mark.by_turns(3)
 def test_every_name_that_is_read_is_there(saved: tuple[str, Path]) -> None:
     """In the file itself, and in the modules of the folder that it imports from."""
     _, folder = saved
@@ -137,6 +139,7 @@ def test_every_name_that_is_read_is_there(saved: tuple[str, Path]) -> None:
                 assert node.attr in names[modules[node.value.id]], (path, ast.unparse(node))
 
 
+@pytest.mark.by_turns(3)
 def test_no_line_is_long(saved: tuple[str, Path]) -> None:
     _, folder = saved
     lines = [(path.name, line) for path in folder.rglob("*.py") for line in path.read_text().splitlines()]

@@ -223,6 +223,7 @@ def factors(graph: Graph) -> list[str]:
     return [] if rule is None else sorted(set(rule.sizes) - rule.blocked)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("function", "cut"),
     [
@@ -299,6 +300,7 @@ def test_a_rank_that_does_not_know_a_function_has_the_programs_text(monkeypatch:
     assert sum("Masked.apply(" in stage.read_text() for stage in stages) == 1
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "functions",

@@ -46,6 +46,7 @@ def gradients_of(source: str, compiled: autopar.CompiledProgram, folder: Path) -
     return {"loss": loss, **step.gradients()}
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(("name", "precision", "used"), CASES)
 def test_the_same_bits_as_written_out(name: str, precision: str, used: set[str], tmp_path: Path) -> None:
     example = EXAMPLES[name]()

@@ -58,6 +58,7 @@ def argument(value: Any, program: Program) -> Any:
     return [argument(item, program) for item in value] if isinstance(value, tuple) else value
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", MODELS)
@@ -106,6 +107,7 @@ def test_there_is_a_method_for_every_step_of_the_planner() -> None:
 PASSES = {"kernels": fuse, "fp8": in_fp8, "async": with_async_tp, "overlap": overlap}
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", MODELS)

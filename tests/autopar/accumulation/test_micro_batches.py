@@ -21,6 +21,7 @@ from autopar.frontend.rebatch import BatchedTrace
 from autopar.frontend.trace import trace
 from autopar.plan import Plan
 from benchmarks.losses import KINDS, Kind, kind_of
+from examples.models import EXAMPLES
 from tests.autopar.micro_batched import loss_in_micro_batches, traced
 
 ROWS, LENGTH, WIDTH = 8, 5, 3
@@ -61,8 +62,7 @@ def check(model: nn.Module, batch: Mapping[str, Tensor], loss_fn: Loss | None, *
     for count in counts:
         if graphs.whole_batch_reason(count) is not None:
             continue
-        names = list(batch)
-        whole = loss_fn(model(batch[names[0]]), *(batch[n] for n in names[1:])) if loss_fn else model(**batch)
+        whole = loss_of(model, batch, loss_fn)
         loss = loss_in_micro_batches(graphs(ROWS // count), model, batch, count)
         torch.testing.assert_close(loss.to(whole.dtype), whole, rtol=1e-6, atol=1e-9)
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -74,6 +74,16 @@ def check(model: nn.Module, batch: Mapping[str, Tensor], loss_fn: Loss | None, *
                 torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-7)
     assert len(allowed) == 1, "some counts are refused and others are not"
     return allowed.pop()
+
+
+def loss_of(model: nn.Module, batch: Mapping[str, Tensor], loss_fn: Loss | None) -> Tensor:
+    """Return the whole batch's loss on one process."""
+    if loss_fn is not None:
+        first, *others = batch.values()
+        return loss_fn(model(first), *others)
+    output = model(**batch)
+    loss: Tensor = output[1] if isinstance(output, tuple) else getattr(output, "loss", output)
+    return loss
 
 
 def masked_mean(scores: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
@@ -192,6 +202,7 @@ def _name(value: Any) -> str:
     return value if isinstance(value, str) else str(value.__name__)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("loss_fn", quick(EXACT, "rooted_count", "nll_in_space", "sums_in_sums", "balanced"))
 def test_losses_that_add_up_over_micro_batches(loss_fn: Loss) -> None:
     assert is_exact(loss_fn, 2)
@@ -215,6 +226,18 @@ def test_recurrent_layers_without_dropout_draw_nothing() -> None:
 def test_the_number_of_micro_batches_does_not_matter() -> None:
     torch.manual_seed(0)
     assert check(Scores().double(), batch_of(), masked_mean, 2, 4, 8)
+
+
+@pytest.mark.by_turns(8)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_models_may_be_cut_into_two_four_or_eight(name: str) -> None:
+    example, counts = EXAMPLES[name](), (2, 4, 8)
+    if name == "mixtral":  # Its product of groups has no fp64.
+        graphs = traced(example.model, example.inputs, example.loss_fn)
+        assert [graphs.whole_batch_reason(count) for count in counts] == [None] * 3
+        return
+    batch = {key: value.double() if value.is_floating_point() else value for key, value in example.inputs.items()}
+    assert check(example.model.double(), batch, example.loss_fn, *counts)
 
 
 WHOLE: Mapping[str, tuple[Loss, str]] = {
@@ -297,6 +320,7 @@ class Masked(nn.Module):
         return (self.linear(x) * F.dropout(rows, 0.5)).square().mean()
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("what", ["rows", "like", "positions", "table"])
 @pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), ROWS])
 def test_masks_of_tensors_that_are_made_of_no_input(what: str, count: int) -> None:
@@ -314,6 +338,7 @@ def test_masks_of_tensors_that_are_made_of_no_input(what: str, count: int) -> No
 # --- numbers that depend on the rows ----------------------------------------------------------------------------------
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("divisor", (lambda n: n * n, lambda n: n + 1, float, lambda n: 1 / n, lambda n: 3 * n))
 def test_numbers_that_count_rows_are_right_at_every_number_of_rows(divisor: Callable[[int], float]) -> None:
     """Two traces give all others only where that is true of the numbers in arithmetic too."""

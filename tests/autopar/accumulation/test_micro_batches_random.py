@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.autopar.accumulation.test_micro_batches import LENGTH, WIDTH, Loss, is_exact
+from tests.turns import one_in
 
 
 def random_loss(seed: int) -> Loss:
@@ -87,6 +88,6 @@ AFTERWARDS: tuple[Callable[..., Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 20))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in one_in(2, range(2, 20)))])
 def test_random_losses_are_exact_or_refused(seed: int) -> None:
     is_exact(random_loss(seed), random.Random(seed).choice((2, 4, 8)), seed)

@@ -46,6 +46,7 @@ def test_a_plan_on_one_device_has_a_certificate(tmp_path: Path) -> None:
     assert yaml.safe_load((tmp_path / "certificate.yaml").read_text())["ranks"] == 1
 
 
+@pytest.mark.slow
 def test_a_wrong_rule_fails_the_certificate(tmp_path: Path, rules: None) -> None:
     """Registered as any user's rule is: SiLU is not linear, so SiLU of partial sums is no partial sum of SiLU."""
     register_rule("aten.silu.default", "b* -> b*", linear=("self",))

@@ -70,6 +70,7 @@ raise ValueError("this rank has no such library")
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_before_it_has_joined_is_named_with_its_error(tmp_path: Path) -> None:
     """Rank 0, which has joined, is ended by the launcher."""
     script = tmp_path / "script.py"

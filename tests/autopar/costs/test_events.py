@@ -39,6 +39,7 @@ def events_of(it: Setting, assignment: Assignment) -> tuple[Program, dict[str, l
     return program, found
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(("name", "mesh", "kernels"), SETTINGS)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_every_reshard_of_the_program_is_priced_once(name: str, mesh: str, kernels: bool, seed: int) -> None:

@@ -42,6 +42,7 @@ def test_predicted_peaks_are_close_to_measured_ones(pair):
         assert 1 - UNDER <= row.ratio <= 1.01 + OVER, f"pipeline rank {row.pipeline_rank}: {row}"
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "kind"), [("gpt2", "addmm"), ("llama", "linear")])
 def test_temporaries_of_one_layer_are_those_measured(name, kind, dtype):

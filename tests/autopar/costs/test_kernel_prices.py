@@ -295,6 +295,7 @@ def test_a_heads_products_are_all_in_its_forward() -> None:
     assert it.pricer.weight_seconds(lm_head, whole(it, lm_head), forward + backward) == 0.0
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "t5"])
 @pytest.mark.parametrize("mesh", ["dp2 x tp2", "tp4"])
 def test_the_search_parts_no_run_for_a_price_that_the_program_would_not_have(name: str, mesh: str) -> None:

@@ -94,6 +94,7 @@ def test_plans_count_what_their_programs_join(
     assert found == joined(program.program) and len(found) == count
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("name", ["gpt2", "llama", pytest.param("t5", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mesh", ["tp4", "dp2 x tp2"])
 def test_under_any_decisions_nothing_is_taken_off_that_the_program_does_not_overlap(

@@ -45,6 +45,7 @@ def predicted(graph: Graph) -> int:
     return total
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_bytes_kept_by_autograd(name: str) -> None:
     """Within 0.3 %: cos and sin, which layers share, are counted in each, and the program's cross-entropy keeps a

@@ -98,6 +98,7 @@ class Hinting(MadeUp):
         return rows * tokens <= 0.5 * self.room * question.cluster.num_devices
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("room", [1, 40, *range(128, 400, 13), 1000, 5000, 40000])
 def test_what_is_found_out_without_plans_changes_no_answer(room: int) -> None:
     plain, hinting = MadeUp(room), Hinting(room)

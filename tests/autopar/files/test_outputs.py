@@ -121,6 +121,7 @@ def mark_that_leads_out(folder: Path) -> None:
     (folder / MARK).write_text(text.replace('"files": {', '"files": {"../data/notes": "0",'))
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     "addition", [notes, checkpoint, edited_main, compiled_stranger, link_out, mark_of_another, mark_that_leads_out]
 )
@@ -139,6 +140,7 @@ def test_additions_of_the_user_are_not_lost(addition, program: CompiledProgram, 
     assert (tmp_path / "data" / "notes").read_text() == "outside"
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_what_comes_in_meanwhile_is_kept(can_exchange: bool, program: CompiledProgram, tmp_path: Path, monkeypatch):
     folder = program.save(tmp_path / "run", weights=False)

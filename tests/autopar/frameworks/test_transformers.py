@@ -270,6 +270,7 @@ def seen_values(folder: Path, adapt: Callable[[Trainer], Trainer]) -> list[float
     return callbacks[0].average.seen + callbacks[1].seen + logged
 
 
+@pytest.mark.slow
 def test_who_looks_at_the_model_in_the_midst_of_training_finds_what_is_trained(tmp_path: Path) -> None:
     ours = seen_values(tmp_path / "ours", lambda trainer: parallelize(trainer, "1 cpu"))
     theirs = seen_values(tmp_path / "theirs", lambda trainer: trainer)

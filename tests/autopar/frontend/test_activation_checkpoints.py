@@ -87,6 +87,7 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("name", EQUAL)
 def test_a_step_is_that_of_one_process(name: str, alone: None) -> None:
     torch.manual_seed(0)

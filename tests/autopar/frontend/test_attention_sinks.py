@@ -146,6 +146,7 @@ def compared(model: WrittenOut) -> list[Node]:
     return [piece for piece in graph.body if isinstance(piece, Node)]
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("name", FOUND)
 def test_written_out_attention_is_one_call(name: str) -> None:
     parts, expected = FOUND[name]
@@ -156,6 +157,7 @@ def test_written_out_attention_is_one_call(name: str) -> None:
     assert not any(meta.shape[-2:] == (LENGTH, LENGTH) for node in nodes for meta in node.outputs)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_another_thing_is_left(name: str) -> None:
     nodes = compared(WrittenOut(**LEFT[name]).double())

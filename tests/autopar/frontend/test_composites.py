@@ -76,6 +76,7 @@ def unknown(graph: Graph) -> set[str]:
     }
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("name", CALLS)
 def test_they_are_what_defines_them(name: str) -> None:
     model = Calls(CALLS[name])

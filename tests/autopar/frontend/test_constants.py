@@ -51,6 +51,7 @@ def test_values_of_constants_are_known(make: Callable[[Tensor], Tensor]) -> None
     assert_equals_eager(trace(model, (X,)), model, {"x": X}, model(X))
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     "make",
     [

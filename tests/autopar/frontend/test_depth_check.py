@@ -196,6 +196,7 @@ class Remembering(Block):
         return x * self.memory["x"] if self.layer_idx == 5 else x
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("step", "block"),
     [
@@ -235,6 +236,7 @@ def test_tie_between_two_of_the_blocks() -> None:
 # --- runs that are cut --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(
     "name",
     # test_trace.py traces all of them whole.
@@ -297,6 +299,7 @@ class Normalised(Block):
         return super().forward(self.norm(x))
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("step", "block"),
     [

@@ -29,6 +29,7 @@ class Product(nn.Module):
         return torch.ops.aten.einsum(equation, [x, self.weight, other], path=order).square().mean()
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_the_order_of_products_is_left_to_torch(name: str) -> None:
     batch = {"x": torch.randn(8, 8, generator=torch.Generator().manual_seed(0))}

@@ -63,6 +63,7 @@ def test_bags_of_several_sizes_are_left(starts: list[int]) -> None:
     assert not any(isinstance(piece, Node) and piece.op == BAGS for piece in graph.body)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize("pins", [{"dp": 2, "micro_batches": 2}, {"tp": 2}])
 def test_bags_are_cut(pins: dict[str, int]) -> None:

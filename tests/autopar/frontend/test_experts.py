@@ -140,6 +140,7 @@ def with_its_expert(rows: Tensor, ids: Tensor) -> Tensor:
     return rows * (1.0 + ids).unsqueeze(1)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("model", "is_rewritten"),
     [

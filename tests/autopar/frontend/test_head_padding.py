@@ -78,6 +78,7 @@ def paddings(graph: Graph) -> dict[str, tuple[int, str]]:
     }
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(
     ("name", "sizes", "multiple", "expected"),
     [
@@ -102,12 +103,14 @@ def test_weights_of_models(
     assert with_whole_heads(graph, multiple) is graph
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "gptj", "bert", "albert"])
 def test_kinds_of_attention(name: str) -> None:
     """Low-rank keys, sinks, softmax by hand, biases, one layer called again: their 4 heads become 6."""
     check((EXAMPLES.get(name) or ZOO[name].build)(), 3)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("name", ["olmo2", "bloom", "phi3"])
 def test_left_alone_where_heads_are_told_apart(name: str) -> None:
     """A norm over all heads, a bias per head, queries beside fewer keys in one matrix."""
@@ -156,6 +159,7 @@ def test_what_padding_makes_is_zeroed_where_it_is_not_zero(between: Between) -> 
     assert [node for node in graph.body if node.name.startswith("zeroed")]
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("model", "multiple"),
     [

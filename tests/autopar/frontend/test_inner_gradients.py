@@ -121,6 +121,7 @@ LOSSES = [penalty, interpolated, physics, adapted, first_order, force, per_sampl
 QUICK = [penalty, physics, adapted, per_sample, pushed]
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(
     "loss", [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in LOSSES]
 )
@@ -206,6 +207,7 @@ def twice(m: Any, x: Tensor) -> Tensor:
     return grad(slope.pow(2).sum(), x, create_graph=True)[0].square().mean()
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("loss", [ones_less, filled_less, twice])
 def test_what_was_written_in_place_before_is_made_again(loss: Callable[[Any, Tensor], Tensor]) -> None:
     assert is_exact(Net(loss, nn.SiLU if loss is twice else nn.Tanh), BATCH)

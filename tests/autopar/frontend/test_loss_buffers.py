@@ -98,6 +98,7 @@ def assert_equal(found: tuple[list[float], dict[str, Tensor]], kind: type[nn.Mod
         torch.testing.assert_close(found[1][name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loss_keeps_what_it_updates(kind: type[nn.Module]) -> None:
     data, loss_fn = batches(), kind()

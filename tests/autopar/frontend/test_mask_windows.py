@@ -52,6 +52,7 @@ class Masked(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).sum()
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("name", MASKS)
 def test_calls_whose_mask_is_a_window_have_none(name: str) -> None:
     mask, window = MASKS[name]

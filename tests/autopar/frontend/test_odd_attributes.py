@@ -151,6 +151,7 @@ class _Net(nn.Module):
 BATCH = {"x": torch.randn(4, 6)}
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("kind", ATTRIBUTES)
 def test_traced_with_what_a_module_holds(kind: str) -> None:
     model = _Net(nn.ModuleList(_Layer(ATTRIBUTES[kind]()) for _ in range(3)))
@@ -231,6 +232,7 @@ def _without(layers: nn.ModuleDict, name: str) -> nn.ModuleDict:
     return layers
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("kind", LISTS)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_traced_with_odd_lists_of_modules(kind: str) -> None:

@@ -100,6 +100,7 @@ def another_view(x: Tensor, mean: Tensor) -> Tensor:
     return y.sin() * z if x.shape[0] > 5 else z.sin() * y
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("step", "is_shared"),
     [

@@ -101,6 +101,7 @@ def _run(program: CompiledProgram, batch: dict[str, Tensor]) -> tuple[float, Ten
     return loss, next(iter(step.gradients().values()))
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in LOSSES])
 def test_losses_are_those_of_autocast(name: str) -> None:
     torch.manual_seed(0)
@@ -204,6 +205,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Tensor]]
 }
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_inputs_keep_their_dtype_until_a_product_takes_them(name: str) -> None:
     torch.manual_seed(0)

@@ -68,6 +68,7 @@ def by_value(y: Tensor) -> Tensor:
     return y * 2 if y.sum() > 0 else y
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(
     ("then", "refusal"),
     [

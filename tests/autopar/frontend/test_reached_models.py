@@ -73,6 +73,7 @@ LOSSES: dict[str, Callable[[Net], Callable[[Tensor], Tensor]]] = {
 }
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("on_meta", [False, True])
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_model_itself_is_no_constant(name: str, on_meta: bool) -> None:

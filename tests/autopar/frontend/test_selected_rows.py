@@ -111,6 +111,7 @@ def _batch(mask: str) -> dict[str, Tensor]:
     return {"x": torch.randn(8, 4, 6), "mask": MASKS[mask], "classes": torch.randint(5, (8, 4))}
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in ("spline", "graph") else pytest.mark.slow) for name in FORWARDS]
 )
@@ -164,6 +165,7 @@ MIXED: dict[str, Forward] = {
 }
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("name", MIXED)
 def test_what_mixes_selected_rows_is_refused(name: str) -> None:
     with pytest.raises(TraceError, match="depends on values|values of tensors"):

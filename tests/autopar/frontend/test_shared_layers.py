@@ -77,6 +77,7 @@ def batch() -> dict[str, Tensor]:
     return {name: torch.randn(8, 8, generator=generator) for name in ("x", "target")}
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("name", USES)
 def test_runs_have_parameters_of_their_own(name: str) -> None:
     use, expected = USES[name]
@@ -93,6 +94,7 @@ def small_steps(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize(("name", "pins"), [("cycles", {"dp": 2, "zero": 3}), ("penalised", {"dp": 2, "zero": 3})])
 def test_programs_equal_one_process(name: str, pins: dict[str, int]) -> None:

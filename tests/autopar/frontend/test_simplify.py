@@ -30,6 +30,7 @@ def masking(graph: Graph) -> list[tuple[bool, bool]]:
     return [(call.get("attn_mask") is not None, call.get("is_causal", False)) for call in calls]
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("name", ["llama", "llama_gqa", "qwen2", "qwen3", "gpt2", "opt", "nanogpt"])
 def test_causal_models_attend_causally_without_a_mask(name: str) -> None:
     example = EXAMPLES[name](layers=2)
@@ -45,6 +46,7 @@ def test_bidirectional_models_attend_to_everything(name: str) -> None:
     assert masking(trace(example.model, example.inputs, example.loss_fn)) == [(False, False)]
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 def test_padding_mask_is_data_and_stays(name: str) -> None:
     example = EXAMPLES[name](layers=2)
@@ -136,6 +138,7 @@ MASKS: dict[Callable[[], Tensor], tuple[bool, bool]] = {
 }
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("mask", MASKS, ids=lambda m: m.__name__)
 def test_hand_written_masks(mask: Callable[[], Tensor]) -> None:
     model, x = Attends(mask), torch.randn(BATCH, SEQ, WIDTH)

@@ -68,6 +68,7 @@ def canonical(graph: Graph) -> Graph:
     return replace(graph, body=tuple(body), parameters=parameters, loss=rename(graph.loss), logits=logits)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_loss_and_gradients_equal_eager(name: str) -> None:
     example = deep(name)
@@ -230,6 +231,7 @@ LOSSES: dict[str, tuple[Callable[[], nn.Module], Any, Any, Callable[[nn.Module],
 }
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("case", LOSSES)
 def test_loss_functions_and_input_forms(case: str) -> None:
     make, inputs, loss_fn, eager = LOSSES[case]

@@ -156,6 +156,7 @@ WRITES = [
 ]  # fmt: skip
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("write", WRITES)
 def test_writes_reach_what_shares_memory(write: Callable[[Tensor, Tensor], Tensor]) -> None:
     model = Writes(write)

@@ -118,6 +118,7 @@ def made(kind: type[nn.Module]) -> nn.Module:
     return kind()
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("kind", [Layers, Observer, Regularised])
 def test_evaluations_are_those_of_one_process(kind: type[nn.Module]) -> None:
     step = autopar.compile(made(kind), "1 cpu", example_inputs=batch(0), optimizer=sgd).build(first_step_check=False)

@@ -80,6 +80,7 @@ TRUE = {
 }
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     "then", [each if each is not scanned else pytest.param(each, marks=pytest.mark.slow) for each in TRUE]
 )

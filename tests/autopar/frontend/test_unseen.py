@@ -22,6 +22,7 @@ DRAWN = torch.Generator().manual_seed(0)
 BATCH = {"x": torch.randn(4, 8, generator=DRAWN), "target": torch.randn(4, 8, generator=DRAWN)}
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_before_anything_is_planned(name: str) -> None:
     model = Model(*REFUSED[name])
@@ -31,6 +32,7 @@ def test_refused_before_anything_is_planned(name: str) -> None:
     assert str(error.value).count("\n") <= 8
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     "name",
     [
@@ -55,6 +57,7 @@ def test_weight_decay_passes_over_what_has_no_gradient(name: str) -> None:
     assert is_exact(Model(*ACCEPTED[name]), BATCH, mean_square, decayed_adamw)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     "name", ["rand", "randperm", "alpha dropout", "a distribution", "numpy.random", "a random choice"]
 )

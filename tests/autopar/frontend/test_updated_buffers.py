@@ -62,6 +62,7 @@ UPDATES: dict[str, Callable[[Any, Tensor], object]] = {
 SLOW = {"observed", "cumulative", "blocks", "contrast", "power"}
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in MODELS])
 def test_state_is_that_of_one_process(name: str) -> None:
     model, batch = made(name)
@@ -146,6 +147,7 @@ def test_half_precision_would_round_averages_of_parameters() -> None:
         trace(model, batch, param_dtype=torch.bfloat16)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("name", UPDATES)
 def test_writes_are_followed(name: str) -> None:
     torch.manual_seed(0)

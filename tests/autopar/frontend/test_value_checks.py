@@ -95,6 +95,7 @@ def naming(ids: Tensor) -> int:
     return 2 if large else 1
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("check", [raising, asserting, of_numbers, warning, checking])
 def test_a_check_is_left_out_and_told(check: Callable[[Tensor], object]) -> None:
     graph, plain = (trace(Checks(each), (IDS,)) for each in (check, lambda ids: None))
@@ -103,6 +104,7 @@ def test_a_check_is_left_out_and_told(check: Callable[[Tensor], object]) -> None
     assert graph.unchecked[0].startswith(f"{__file__}:{check.__code__.co_firstlineno + 1}: ")
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("check", [branching, choosing, catching, warning_or, naming])
 def test_other_branches_on_values_are_refused(check: Callable[[Tensor], object]) -> None:
     with pytest.raises(TraceError) as caught:
@@ -110,6 +112,7 @@ def test_other_branches_on_values_are_refused(check: Callable[[Tensor], object])
     assert __file__ in str(caught.value)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(
     ("check", "scale"), [(branching, 2), (choosing, 2), (catching, 1), (warning_or, 1), (naming, 1)]
 )

@@ -34,6 +34,7 @@ WRITES: dict[str, Callable[[Any, Tensor], object]] = {
 }
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("kind", WRITES)
 def test_writes_are_those_of_one_process(kind: str) -> None:
     assert is_exact(Net(WRITES[kind]), {"x": torch.randn(4, 6, generator=torch.Generator().manual_seed(0))})

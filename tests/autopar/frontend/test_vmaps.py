@@ -58,11 +58,13 @@ COMPUTE = {
 }
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("name", COMPUTE)
 def test_trains_as_by_hand(name: str) -> None:
     assert is_exact(Mapped(COMPUTE[name]), BATCH)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize("constraints", [{"dp": 2}, {"tp": 2, "parameters": {"weights": {"tp": "S(2)"}}}])
 def test_trains_as_by_hand_on_two_ranks(constraints: dict[str, Any]) -> None:

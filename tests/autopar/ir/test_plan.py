@@ -41,6 +41,7 @@ def plan_of(name: str, mesh: str, seed: int) -> Plan:
     )  # fmt: skip
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(("name", "mesh"), SETTINGS)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_choices_survive_compression_and_yaml(name: str, mesh: str, seed: int) -> None:

@@ -105,6 +105,7 @@ QUICK = ("llama_gqa", "gpt2")
 SLOW = ("llama", "nanogpt", "bert", "vit", "transformer_encoder")
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_equal_numbers_prove_nothing(name) -> None:
     """Names stand at the same places whether all sizes differ or all are 16."""

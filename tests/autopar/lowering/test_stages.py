@@ -112,6 +112,7 @@ def random_cuts(graph: Graph, count: int) -> list[tuple[int, ...]]:
     return cuts
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("name", LAYERED)
 def test_stages_in_a_row_give_the_whole_graphs_loss_and_gradients(name: str) -> None:
     one, graph = example(name), graph_of(name)

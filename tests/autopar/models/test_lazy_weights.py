@@ -173,6 +173,7 @@ def test_ranks_read_their_own_parts(constraints: dict[str, Any], tmp_path: Path)
     assert all(np.array_equal(value.detach().numpy(), found[0][name]) for name, value in loaded.named_parameters())
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("most_bytes", [5 * 10**9, 20_000])
 def test_a_program_is_saved_with_weights_that_were_never_in_memory(
     most_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

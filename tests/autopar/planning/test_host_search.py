@@ -95,6 +95,7 @@ def allowed(problem: Problem, begun: tuple[int, ...] = ()) -> Iterator[tuple[int
             yield from allowed(problem, now)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("mesh, seed", [("tp2", 2), ("dp2 x tp2", 1), ("dp2 x tp2", 3)])
 @pytest.mark.parametrize("call_seconds", [1e-6, 20e-6, 200e-6])
 def test_options_are_the_best_of_all_that_there_are(mesh: str, seed: int, call_seconds: float) -> None:

@@ -33,6 +33,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(("name", "mesh", "micro_batches"), SETTINGS)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_seconds_and_bytes_add_up_to_the_searchs(

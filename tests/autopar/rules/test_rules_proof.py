@@ -423,6 +423,7 @@ UNUSED_TENSOR = {"batch_norm", "copy", "expand_as", "new_zeros", "new_ones", "ze
 """A tensor argument whose values the result does not depend on may lie anywhere, and zeros are a sum of zeros."""
 
 
+@pytest.mark.by_turns(4)
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case[0])
 def test_every_option_equals_the_whole_op(case: C) -> None:
     """Forward and backward, one axis and pairs of axes; and nothing that would be right is left out."""

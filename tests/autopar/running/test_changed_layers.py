@@ -129,6 +129,7 @@ def test_a_function_of_the_script_is_noted() -> None:
     assert "activation" in {name for _, name in reads.variables}
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("change", FOLLOWED)
 def test_a_plan_is_refitted_to_them(change: Change) -> None:
     model = Net()

@@ -138,6 +138,7 @@ def by_program(step: Any, model: nn.Module, change: Any, data: list[dict[str, Te
     return losses
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(("make", "change"), CASES)
 def test_values_of_buffers_may_decide(make: Callable[[], nn.Module], change: Callable[[Any, int], None]) -> None:
     torch.manual_seed(0)
@@ -163,6 +164,7 @@ def test_under_plans(pins: dict[str, int]) -> None:
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("updates", [False, True])
 def test_a_checkpoints_value_decides(updates: bool, tmp_path: Path) -> None:
     """As `load_state_dict` would have it, also where the step's values are then written to the model."""

@@ -157,6 +157,7 @@ def _writes_buffer(model: Net, step: Any) -> None:
         step.model.norm.running_mean.add_(1.0)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("change", [_loads_step, _loads_model, _writes_buffer])
 @pytest.mark.parametrize("wanted", [None, True])
 def test_what_was_changed_since_is_no_error(

@@ -91,6 +91,7 @@ def by_hand(program: CompiledProgram) -> list[str]:
     return said_of(step, dict(reversed(part.items())))
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     ("model", "inputs"),

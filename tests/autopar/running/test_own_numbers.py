@@ -198,6 +198,7 @@ MODELS: tuple[Callable[[], nn.Module], ...] = (Layers, Annealed, Warmed, Alterna
 QUICK = (Annealed, Held)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("make", [*QUICK, *(pytest.param(m, marks=pytest.mark.slow) for m in MODELS if m not in QUICK)])
 def test_numbers_that_forward_changes_are_followed(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)

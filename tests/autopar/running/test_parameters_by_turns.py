@@ -139,6 +139,7 @@ def assert_equal(outcome: Found, right: Found) -> None:
         torch.testing.assert_close(outcome[1][name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("name", MARKED)
 def test_parameters_by_turns_are_those_of_one_process(name: str) -> None:
     make, change, optimizer = CASES[name]

@@ -251,6 +251,7 @@ def freeze_statistics(model):
     model.stack.blocks[3].norm.eval()
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(
     ("change", "name"),
     [

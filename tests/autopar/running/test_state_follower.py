@@ -178,17 +178,20 @@ def program(change: Change, data: list[dict[str, Tensor]]) -> list[float]:
     return losses
 
 
-def all_at_once(model: Net, loss: Any, step: int) -> None:
-    """A change of its own kind before each step."""
-    FOLLOWED[step](model, loss, step % 3 + 1)
+@pytest.mark.by_turns(3)
+@pytest.mark.parametrize("first", range(3))
+def test_each_kind_of_change_is_followed(first: int) -> None:
+    """Before each step another kind of change."""
+    kinds = FOLLOWED[first::3]
 
+    def change(model: Net, loss: Any, step: int) -> None:
+        kinds[step](model, loss, step % 3 + 1)
 
-def test_each_kind_of_change_is_followed() -> None:
-    data = batches(len(FOLLOWED))
-    right = eager(all_at_once, data)
-    all_at_once(Net(), Weighted(), 7), all_at_once(Net(), Weighted(), 8)  # other values before the program is made
-    sets_global(None, None, 0), sets_class(None, None, 0)  # type: ignore[arg-type]
-    assert program(all_at_once, data) == pytest.approx(right, rel=1e-5)
+    data = batches(len(kinds))
+    right = eager(change, data)
+    for value in (2, 0):  # another value before the program is made
+        sets_global(None, None, value), sets_class(None, None, value)  # type: ignore[arg-type]
+    assert program(change, data) == pytest.approx(right, rel=1e-5)
 
 
 def test_a_schedule_needs_a_new_program_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,7 @@ def assert_equal(outcome: tuple[list[float], dict[str, Tensor]], right: tuple[li
         torch.testing.assert_close(outcome[1][name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("write", WRITES, ids=lambda function: function.__name__)
 def test_written_values_are_trained_as_on_one_process(write: Write) -> None:
     model, data = Net(), batches(4)

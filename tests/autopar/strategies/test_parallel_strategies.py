@@ -346,6 +346,7 @@ def test_narrow_formats_multiply_at_their_peak_and_cast_what_they_read() -> None
         of("nvfp4", IDEAL)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("framework", ["autopar", "megatron-2023"])
 def test_dropout_in_attention_does_not_forbid_cp(framework: str) -> None:
     """A framework's kernels drop while they compute, so they take as long as without. autopar's programs exchange heads

@@ -54,6 +54,7 @@ def case(name: str, *, slow: bool = True, **pins: Any) -> Any:
     return pytest.param(name, pins, id=f"{name}-{words}", marks=pytest.mark.slow if slow else ())
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("name", "pins"),
     [

@@ -63,7 +63,7 @@ def test_a_run_that_loses_a_node_goes_on_with_the_rest(tmp_path: Path) -> None:
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "2"),
         *("--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "run"),
-        *("--rdzv-conf", "last_call_timeout=30", str(script), str(tmp_path)),
+        *("--rdzv-conf", "last_call_timeout=15", str(script), str(tmp_path)),
     ]
     agents: dict[str, subprocess.Popen[bytes]] = {}
     try:

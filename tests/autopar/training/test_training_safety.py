@@ -377,6 +377,7 @@ def losses_and_state(compiled: Any, batches: list[dict[str, Tensor]]) -> tuple[l
     return losses, {name: value.numpy() for name, value in step.full_state_dict().items()}
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("constraints", "kernels"),

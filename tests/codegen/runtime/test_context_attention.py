@@ -122,6 +122,7 @@ def on_rank(rank: int, size: int, dtype: torch.dtype, per_rank: int) -> dict[tup
     return found
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(
     ("size", "dtype", "bound", "per_rank"),
     [

@@ -32,6 +32,7 @@ def eager(x: Tensor, weights: Tensor, up: Tensor, down: Tensor, ids: Tensor) -> 
     return (torch.einsum("tkhb,tkb->tkh", down.transpose(1, 2)[ids], rows) * weights.unsqueeze(-1)).sum(1)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(("ranks", "neighbors"), [(4, 2), (8, 2), (8, 4), (2, 1), (4, 4)])
 @pytest.mark.parametrize("routing", ["balanced", "skewed", "one expert", "first expert"])
 def test_values_and_gradients_are_those_of_one_process(ranks: int, neighbors: int, routing: str) -> None:

@@ -180,6 +180,7 @@ def calls_in_graph(graph: torch.fx.Graph) -> list[DropoutCall]:
     return found
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in AGAIN else ()) for name in MODELS]
 )
