@@ -56,6 +56,11 @@ with CAUSAL_RATE, to FlashAttention-2 in J. Shah et al., "FlashAttention-3" (202
 CAUSAL_RATE = 0.91
 """The fraction of the rate that remains with blocks of unequal length."""
 
+UNALIGNED_RATE = 0.35
+"""The relative rate of 16-bit matmuls with rows that do not begin at multiples of 16 bytes. These run older kernels
+without bulk copies: 248 TFLOP/s for a vocabulary of 30522, 719 for the layers of the same step
+(shared/data/gpu_h100_families.jsonl, bert-large on an H100)."""
+
 WIDE = {"fp64": 8, "complex64": 8, "fp32": 4, "tf32": 4}
 """Bytes per element of a matmul's output, for dtypes where it is not 2."""
 
@@ -68,6 +73,7 @@ class Work:
     flops: floating-point operations, a multiply-add counted as two; of attention with a causal mask only the half below
     the diagonal, and of its backward 2.5 times the forward's. num_bytes: read and written, each byte once.
     dtype: of the operands ("fp32", "bf16", ...; see Device.peak).
+    aligned: of a matmul, whether the rows of all three matrices begin at multiples of 16 bytes.
     specials: exponentials, error functions, square roots and the like of a memory-bound kernel.
     shape: (m, n, k) of a matmul; `flops` may count a batch of them. For attention (batch x heads, queries, keys); ()
     where unknown. variant, backward, causal: for attention, the kernel (Device.attention_variants), the pass, and
@@ -84,6 +90,7 @@ class Work:
     backward: bool = False
     causal: bool = False
     specials: float = 0.0
+    aligned: bool = True
 
     def __post_init__(self) -> None:
         if self.kind not in ("matmul", "attention", "memory"):
@@ -142,7 +149,8 @@ def _tiled_seconds(work: Work, device: Device, peak: float) -> float:
     num_processors = device.num_processors
     count = work.flops / (2.0 * m * n * k)
     # One multiply-add of a full wave of one-element tiles.
-    unit = 2.0 * k * num_processors / (peak * device.matmul_efficiency)
+    rate = peak * device.matmul_efficiency * (1.0 if work.aligned else UNALIGNED_RATE)
+    unit = 2.0 * k * num_processors / rate
     elements = math.inf
     per_processor = count / num_processors
     for rows, columns, cost in TILES:

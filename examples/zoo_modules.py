@@ -50,7 +50,7 @@ class DiT(nn.Module):
         """pixels: float [B, 3, side, side]; times: float [B]. Returns the noise, shaped as the pixels."""
         x = self.enter(pixels).flatten(2).transpose(1, 2) + self.positions
         angles = times[:, None] * self.get_buffer("rates")
-        time = self.time(torch.cat([angles.cos(), angles.sin()], dim=-1))
+        time = self.time(torch.cat([angles.cos(), angles.sin()], dim=-1).to(x.dtype))
         for block in self.blocks:
             x = block(x, time)
         patches = self.leave(x).view(-1, self.grid, self.grid, 3, self.patch, self.patch)

@@ -20,7 +20,7 @@ from autopar.costs.context import (
 from autopar.costs.expert_rows import ExpertRows, RowPrices
 from autopar.costs.fp8 import Fp8Layers
 from autopar.costs.framework_kernels import FrameworkKernels
-from autopar.costs.rates import Rates, dtype_name, is_cpu, num_local_dim
+from autopar.costs.rates import Rates, are_aligned, dtype_name, is_cpu, num_local_dim
 from autopar.costs.sink_attention import Sinks, sinks
 from autopar.ir.graph import SINK_ATTENTION, WINDOW_ATTENTION, TensorMeta, base_name, is_causal
 from autopar.ir.mesh import Mesh
@@ -30,6 +30,10 @@ from autopar.sharding.call_options import Operator, Option, num_local
 from cost_models import compute
 from cost_models.machine import Cluster
 
+MATH_PASSES = ((3, 2, 1, 2), (3, 2))
+"""Reads and writes of the fp32 scores by each kernel between the products of torch's math path, forward and backward:
+the mask is added, softmax, rows without any key, their zeros; the gradients of both. Counted in T5's kernels
+(shared/data/gpu_h100_families.jsonl): 14 passes, at the rate of memory."""
 VALUE_FEATURES = "f"
 """The factor of values and result that the scores of attention lack (rules/families/attention.py)."""
 
@@ -106,6 +110,8 @@ class Contractions:
             forward, backward = (direction.seconds for direction in directions)
         elif self.framework is not None:
             forward, backward = self.framework.attention_seconds(operator, option, self.rates)
+        elif takes_math_path(operator) and not is_cpu(self.cluster):
+            forward, backward = self._math_seconds(operator, option)
         else:
             query = operator.inputs[0]
             queries, width = query.shape[-2], query.shape[-1]
@@ -125,6 +131,21 @@ class Contractions:
             forward += self.rates.memory_seconds(sink_bytes.moved_forward)
             backward += self.rates.memory_seconds(sink_bytes.moved_backward)
         return forward, backward if any(meta.requires_grad for meta in operator.inputs) else 0.0
+
+    def _math_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
+        """Price torch's math path: products of fp32 copies, two forward and four backward, and passes over scores."""
+        query, key = operator.inputs[:2]
+        queries, width, keys = query.shape[-2], query.shape[-1], key.shape[-2]
+        batch = max(num_local(query, option.inputs[0], self.mesh) // (queries * width), 1)
+        scores, flops = batch * queries * keys, 2.0 * batch * queries * keys * width
+        moved = 4.0 * (scores + batch * (queries + keys) * width)
+        shapes = (queries, keys, width), (queries, width, keys)
+        products = sum(
+            compute.seconds(compute.Work("matmul", flops, moved, "fp32", shape=shape), self.cluster.device)
+            for shape in shapes
+        )
+        forward, backward = (sum(self.rates.memory_seconds(4.0 * scores * n) for n in passes) for passes in MATH_PASSES)
+        return products + forward, 2 * products + backward
 
     def context_directions(self, operator: Operator, option: Option) -> tuple[Direction, Direction] | None:
         """Return forward and backward of attention over keys of several ranks; None for other calls."""
@@ -207,7 +228,12 @@ class Contractions:
             num_experts = local_experts(operator, option, self.mesh)
             rows, launches = max(rows // num_experts, 1), 1 if self.is_grouped(operator) else num_experts
         shapes = ((rows, columns, depth), (rows, depth, columns), (columns, depth, rows))
-        works = (compute.Work("matmul", flops / launches, num_bytes / launches, dtype, shape=shape) for shape in shapes)
+        # A framework pads what it multiplies; cuDNN has its own rules.
+        aligned = is_convolution or self.framework is not None or are_aligned(dtype, columns, depth)
+        works = (
+            compute.Work("matmul", flops / launches, num_bytes / launches, dtype, shape=shape, aligned=aligned)
+            for shape in shapes
+        )
         forward, wrt_input, wrt_weight = (launches * compute.seconds(work, self.cluster.device) for work in works)
         return forward, wrt_input, wrt_weight
 
@@ -222,6 +248,12 @@ class Contractions:
             return False
         is_torchs = operator.node.outputs[0].dtype == torch.bfloat16
         return self.has_kernels or is_torchs and "fp8" in self.cluster.device.peak_flops_per_second
+
+
+def takes_math_path(operator: Operator) -> bool:
+    """Return whether torch's attention has no fused kernel for the call on a GPU: its mask has a gradient."""
+    is_plain = base_name(operator.node.op) == "scaled_dot_product_attention"
+    return is_plain and len(operator.inputs) > 3 and operator.inputs[3].requires_grad
 
 
 def local_experts(operator: Operator, option: Option, mesh: Mesh) -> int:

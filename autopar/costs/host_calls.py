@@ -3,12 +3,13 @@
 The unit is an elementwise call of torch with its autograd and its launch (Device.host_call_seconds). The others are
 ratios of CPU time to this unit on one core of an EPYC, rounded (benchmarks/host_calls.py, torch 2.13: 2.0 us). They
 include 3 us per cuLaunchKernel, 11 us per launch of Triton and 20 us per enqueueing of NCCL from the sources named
-there:
+there. The unit of the H100 and a fused kernel's launch are fitted to the steps of five families whose host was behind
+(shared/data/gpu_h100_families.jsonl; benchmarks/step_errors.py has the errors):
 
     a view                             0.3 forward   0.7 backward
     a product, attention               1.5           0.6 + 1.3 per gradient
     any other call of torch            1.0           0.6 + 0.9 per gradient
-    a fused kernel                     1 + 6 per launch, both ways: an autograd function of Python, its checks, Triton
+    a fused kernel                     1 + 8 per launch, both ways: an autograd function of Python, its checks, Triton
     a reshard                          1, and 7 for the collective of that direction
     a trained parameter                              0.7: its hook
 
@@ -33,7 +34,7 @@ from collections.abc import Iterable
 from autopar.ir.graph import base_name
 from autopar.operators.traits import ATTENTION, MATMULS, VIEWS
 from codegen.fusion import KERNELS
-from codegen.program import Call, LayerLoop, Reshard, Statement, reads
+from codegen.program import Call, LayerLoop, Reshard, Statement, Var, reads
 
 Calls = tuple[float, float]
 """Units of forward and of backward."""
@@ -44,7 +45,8 @@ NODE = 0.6
 CALL, GRADIENT = 1.0, 0.9
 PRODUCT, PRODUCT_GRADIENT = 1.5, 1.3
 FUNCTION = 1.0
-LAUNCH = 6.0
+LAUNCH = 8.0
+"""Of a fused kernel: its results are allocated, its tile is looked up, Triton launches. Fitted, see above."""
 COLLECTIVE = 7.0
 GATHERED: Calls = (COLLECTIVE, 2 * COLLECTIVE)
 """Of ZeRO-3, per group of ranks and unit: gathers in forward and in backward, and scattered gradients."""
@@ -65,6 +67,12 @@ ACTION = 2 * COLLECTIVE
 """Receives and sends of a stage's forward or backward."""
 LOSS: Calls = (20.0, 10.0)
 """Of cross-entropy in torch's calls (codegen/runtime/cross_entropy.py), as in host.py."""
+MATH: Calls = (17.0, 28.0)
+"""Of attention in torch's math path (contractions.py): two products and a dozen calls forward, four and a dozen
+backward, counted on a CPU."""
+WINDOWS: Calls = (38.0, 47.0)
+"""Of attention over windows (codegen/runtime/windows.py): masks, then slices and attention for each of four tiles;
+counted on a CPU for Gemma's windows."""
 RUNTIME: Calls = (FUNCTION + 10 * CALL, FUNCTION + 10 * CALL)
 """Of any other run-time function, by reading a few."""
 JOINED = ("overlapped.", "deferred.", "fp8.", "async_tp.")
@@ -135,16 +143,24 @@ def _call(call: Call) -> Calls:
     if call.target.startswith(JOINED):
         return product_calls(gradients)
     if not call.target.startswith("aten."):
-        counts = LOSS if call.target == "runtime.cross_entropy" else RUNTIME
+        counts = {"runtime.cross_entropy": LOSS, "runtime.window_attention": WINDOWS}.get(call.target, RUNTIME)
         return counts if gradients else (counts[0], 0.0)
     name = base_name(call.target)
     if name in VIEWS and name != "reshape":
         return VIEW if gradients else (VIEW[0], 0.0)
     if name == "cross_entropy_loss":
         return LOSS
+    if name in ATTENTION and _has_mask_gradient(call):
+        return MATH
     if name in MATMULS or name in ATTENTION:
         return product_calls(gradients)
     return CALL, NODE + GRADIENT * gradients if gradients else 0.0
+
+
+def _has_mask_gradient(call: Call) -> bool:
+    """Return whether attention's mask is trained: torch then has no fused kernel."""
+    mask = dict(call.kwargs).get("attn_mask", call.args[3] if len(call.args) > 3 else None)
+    return isinstance(mask, Var) and mask.type.requires_grad
 
 
 def _in_graph(call: Call) -> Calls:

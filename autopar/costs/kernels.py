@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.costs.kept import kept
-from autopar.costs.rates import Rates, dtype_name, is_cpu, num_local_dim
+from autopar.costs.rates import Rates, are_aligned, dtype_name, is_cpu, num_local_dim
 from autopar.costs.specials import specials
 from autopar.ir.graph import Ref, base_name
 from autopar.ir.mesh import Mesh
@@ -113,7 +113,10 @@ def _lm_head_seconds(chunk_rows: ChunkRows, operator: Operator, option: Option, 
     products += [((c, h, v), operands)] if lm_head.needs_x else []
     products += [((v, h, c), (c * h + c * v) * e + 2 * v * h * a)] if lm_head.needs_weight else []
     dtype, device = dtype_name(operator.node.outputs[0]), rates.cluster.device
-    works = (compute.Work("matmul", 2.0 * c * v * h, moved, dtype, shape=shape) for shape, moved in products)
+    aligned = are_aligned(dtype, v, h)
+    works = (
+        compute.Work("matmul", 2.0 * c * v * h, moved, dtype, shape=shape, aligned=aligned) for shape, moved in products
+    )
     chunk = sum(compute.seconds(work, device) for work in works)
     if len(products) == 1:
         return lm_head.num_chunks * chunk, 0.0

@@ -161,8 +161,18 @@ def _stage_costs(
         at, is_alone = stage.first if copies else -1, len(stages) == 1
         key = (id(here), units_of_stage, tuple(stage.recompute.items()), sent, stage.first > 0, at, is_alone)
         if key not in cache:
-            one = here.pricer.rates.host_call_seconds
-            cache[key] = stage_cost(here.costs, names, layers, stage, sent, copies, one, is_alone)
+            rates = here.pricer.rates
+            cache[key] = stage_cost(
+                here.costs,
+                names,
+                layers,
+                stage,
+                sent,
+                copies,
+                rates.host_call_seconds,
+                is_alone,
+                rates.is_captured,
+            )
         result.append(cache[key])
     return tuple(result)
 

@@ -35,7 +35,7 @@ from autopar.ir.draws import DRAW
 from autopar.ir.graph import SINK_ATTENTION, WINDOW_ATTENTION, base_name
 from autopar.ir.mesh import Mesh
 from autopar.ir.operators import arguments_of
-from autopar.operators.traits import ATTENTION, DEFERRABLE, JOINS, MATMULS, VIEWS
+from autopar.operators.traits import ATTENTION, CONVOLUTIONS, DEFERRABLE, JOINS, MATMULS, VIEWS
 from autopar.rules.families.convolution import HALO
 from autopar.rules.families.experts import EXPERT_LINEAR
 from autopar.rules.families.norm import SYNCHRONISED
@@ -48,6 +48,10 @@ from cost_models.machine import Cluster
 DRAW_BYTES = 256.0
 """Bytes that a draw moves per element: codegen/runtime/draws.py makes a dozen passes over 64-bit integers in chunks,
 and three over fp32."""
+NCHW_RATE = 0.27
+"""The share of the rate of memory at which torch's batch norm moves bf16 images in NCHW: 0.7 of 2.6 TB/s, of 53 calls
+in a ResNet-50 on an H100 (shared/data/gpu_h100_families.jsonl). Programs with fused kernels run such networks in
+channels_last memory (codegen/passes/channels_last.py)."""
 FREE = VIEWS | {"contiguous", "to", "arange", "full", "zeros", "ones", "in_training"} - {"reshape"}
 
 
@@ -157,10 +161,15 @@ class Pricer:
         bytes_in = sum(num_local_bytes(m, p, mesh) for m, p in zip(metas_in, option.inputs, strict=True))
         bytes_out = sum(num_local_bytes(m, p, mesh) for m, p in zip(outputs, option.outputs, strict=True))
         num_grads = sum(meta.requires_grad for meta in metas_in)
+        is_image = len(outputs[0].shape) == 4 and not is_cpu(self.cluster) and self.framework is None
         if name in MATMULS or name in ATTENTION:
             return self._contraction_seconds(operator, option, bytes_in + bytes_out)
         forward = bytes_in + bytes_out
         backward = _backward_bytes(operator, bytes_in, bytes_out, num_grads)
+        if name == "batch_norm" and is_image:
+            # The forward reads the images once more for their statistics.
+            rate = 1.0 if self.kernels is not None else NCHW_RATE
+            forward, backward = (forward + bytes_in) / rate, backward / rate
         inner, inner_backward = self._inner_seconds(operator, option)
         if self.framework is not None and (moved := self.framework.loss_bytes(operator, option, self.mesh)):
             return self.rates.memory_seconds(moved) + inner, self.rates.memory_seconds(moved)
@@ -182,8 +191,20 @@ class Pricer:
     def _contraction_seconds(self, operator: Operator, option: Option, num_bytes: float) -> tuple[float, float]:
         """Return the seconds of a matmul, attention or convolution with its neighbors' rows of space."""
         forward, backward = self.contractions.contraction_seconds(operator, option, num_bytes)
+        if converted := self._converted_bytes(operator, option):
+            forward += self.rates.memory_seconds(converted)
+            backward += self.rates.memory_seconds(converted) if backward else 0.0
         rows = self._neighbors_seconds(operator, option)
         return forward + rows, backward + rows if operator.inputs[0].requires_grad else backward
+
+    def _converted_bytes(self, operator: Operator, option: Option) -> float:
+        """Return the bytes that cuDNN moves to convert images of a 16-bit convolution from NCHW and back."""
+        if base_name(operator.node.op) not in CONVOLUTIONS or self.kernels is not None or is_cpu(self.cluster):
+            return 0.0
+        tensors = (operator.inputs[0], option.inputs[0]), (operator.node.outputs[0], option.outputs[0])
+        if len(tensors[0][0].shape) != 4 or tensors[0][0].dtype.itemsize != 2 or self.framework is not None:
+            return 0.0
+        return 2.0 * sum(num_local_bytes(meta, placements, self.mesh) for meta, placements in tensors)
 
     def weight_seconds(self, operator: Operator, option: Option, whole_seconds: float) -> float:
         """Return the part of a linear layer's backward that computes its weight's gradient, which may be deferred.

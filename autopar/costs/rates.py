@@ -81,7 +81,8 @@ class Rates:
     reserve beyond activations and transients, as a fraction of them. overlap_share: the share of weight gradients'
     seconds in which a reshard's sum runs (overlap.py); 0 if programs do not overlap them. host_call_seconds: of the
     host for one call (host_calls.py); 0 if not visible, as on CPUs, whose kernels' launches include it. is_compiled:
-    whether layers run as compiled graphs.
+    whether layers run as compiled graphs. is_captured: whether the step runs as CUDA graphs (captured_steps.py); calls
+    then take no host seconds.
     """
 
     mesh: Mesh
@@ -92,6 +93,7 @@ class Rates:
     overlap_share: float = 0.0
     host_call_seconds: float = 0.0
     is_compiled: bool = False
+    is_captured: bool = False
     _times: dict[tuple[collective.Kind, tuple[int, ...], float], float] = _cache()
     _memory_times: dict[float, float] = _cache()
     _reshards: dict[tuple[Placements, Placements, int, bool], float] = _cache()
@@ -200,6 +202,11 @@ class Rates:
         )
         backward = replace(forward, flops=2.5 * flops, num_bytes=2 * num_bytes, backward=True)
         return compute.seconds(forward, device), compute.seconds(backward, device)
+
+
+def are_aligned(dtype: str, *row_lengths: int) -> bool:
+    """Return whether rows of these lengths all begin at multiples of 16 bytes. Only 16-bit products ask."""
+    return dtype not in ("bf16", "fp16") or not any(length % 8 for length in row_lengths)
 
 
 def dtype_name(meta: TensorMeta) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from autopar.costs import host_calls
+from autopar.costs.captured_steps import STEP_SECONDS
 from autopar.costs.host import OWN_CORES, Host
 from autopar.costs.layer_costs import (
     FETCHING,
@@ -92,10 +93,12 @@ def stage_cost(
     copies: Sequence[SecondCopy] = (),
     host_call_seconds: float = 0.0,
     is_alone: bool = True,
+    is_captured: bool = False,
 ) -> StageCost:
     """Price the units of a stage under its recompute modes. units: of the whole chain. layers: the units that are
     classes of layers. sent_bytes: of results kept until their gradients come. copies: second copies of parameters
-    in this stage. host_call_seconds: of the host (host_calls.py). is_alone: there are no other stages."""
+    in this stage. host_call_seconds: of the host (host_calls.py). is_alone: there are no other stages. is_captured: as
+    of Rates."""
     micro: dict[str, float] = defaultdict(float)
     step: dict[str, float] = defaultdict(float)
     fixed: dict[str, float] = defaultdict(float)
@@ -120,7 +123,7 @@ def stage_cost(
             backward += mode.seconds
             kept, live = mode.kept_bytes, mode.live
         lives.append(Life(name, kept, live, slots, is_layer=name in layers))
-    late = late_seconds([costs[name] for name in names], host_call_seconds, is_alone)
+    late = late_seconds([costs[name] for name in names], host_call_seconds, is_alone, is_captured)
     if late.step:
         forward, backward = forward + late.forward, backward + late.backward
         micro[HOST] += late.forward + late.backward
@@ -153,8 +156,14 @@ class Late:
     step: float = 0.0
 
 
-def late_seconds(units: Sequence[LayerCost], host_call_seconds: float, is_alone: bool) -> Late:
-    """Return the seconds for a stage of these units, less its host's lead. is_alone: there are no other stages."""
+def late_seconds(
+    units: Sequence[LayerCost], host_call_seconds: float, is_alone: bool, is_captured: bool = False
+) -> Late:
+    """Return the seconds for a stage of these units, less its host's lead. is_alone: there are no other stages.
+    is_captured: the host then has one bound, that of a step."""
+    if is_captured:
+        device = sum(cost.forward_seconds + cost.backward_seconds + cost.step_seconds for cost in units)
+        return Late(step=max(STEP_SECONDS - device, 0.0))
     if not host_call_seconds:
         return Late()
     action = 0.0 if is_alone else host_calls.ACTION

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from autopar.costs.captured_steps import captured
 from autopar.costs.fp8 import Fp8Layers
 from autopar.costs.kernels import FusedKernels
 from autopar.costs.layer_costs import defers_weights
@@ -39,8 +40,9 @@ class Request:
     trace: the model's graph at any number of micro-batch rows. cluster: of equal nodes; if `mixed` has unlike groups
     of them, the first. kernels: whether the program will have fused kernels, which are priced then. fp8: whether its
     linear layers will multiply in e4m3, likewise. num_waiting: devices that wait for one another in a step, 0 for
-    all of `whole`. unpadded: the trace without heads of padding, if `trace` has some and plans without them are to be
-    compared. traced: the model, if its user's optimizer and example batch are known.
+    all of `whole`. captures: whether steps are priced as CUDA graphs (costs/captured_steps.py).
+    unpadded: the trace without heads of padding, if `trace` has some and plans without them are to be compared.
+    traced: the model, if its user's optimizer and example batch are known.
     """
 
     trace: BatchedTrace
@@ -54,6 +56,7 @@ class Request:
     fp8: bool = False
     num_waiting: int = 0
     backend: str = "eager"
+    captures: bool = False
     unpadded: BatchedTrace | None = None
     traced: TracedModel | None = field(default=None, compare=False)
 
@@ -129,6 +132,9 @@ def pricer_for(
         request.training, num_micro_batches=num_micro_batches, has_first_pass=has_first_pass, offload=offload
     )
     cluster = paced(request.cluster, request.num_waiting or request.whole.num_devices)
+    is_captured = request.captures and not on_cpu
+    if is_captured:
+        cluster = captured(cluster)
     overlaps = request.overlaps and not defers_weights(request.constraints.schedule or "")
     rates = Rates(
         mesh,
@@ -137,8 +143,9 @@ def pricer_for(
         hidden_fraction=cluster.intra_node.hidden_share if on_cpu else HIDDEN_FRACTION,
         fragmentation=0.0 if on_cpu else FRAGMENTATION,
         overlap_share=HIDDEN_FRACTION if overlaps else 0.0,
-        host_call_seconds=0.0 if on_cpu else request.cluster.device.host_call_seconds,
+        host_call_seconds=0.0 if on_cpu or is_captured else request.cluster.device.host_call_seconds,
         is_compiled=request.backend == "inductor",
+        is_captured=is_captured,
     )
     return Pricer(rates, kernels=FusedKernels() if request.kernels else None, fp8=Fp8Layers() if request.fp8 else None)
 

@@ -74,7 +74,8 @@ class StageProblem:
         for rank, stage in zip(home, stages, strict=True):
             chain = self.chains[pipeline.stage_meshes[rank]]
             unit_costs = [chain.costs[name] for name in units[stage.first : stage.last]]
-            late = late_seconds(unit_costs, chain.pricer.rates.host_call_seconds, is_alone=len(stages) == 1)
+            rates = chain.pricer.rates
+            late = late_seconds(unit_costs, rates.host_call_seconds, len(stages) == 1, rates.is_captured)
             late_of_stages.append((WAITED * (late.forward + late.backward), WAITED * late.step))
         return late_of_stages
 

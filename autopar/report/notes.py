@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from autopar.costs.expert_exchange import Mixture
 from autopar.costs.expert_rows import fullest_load
@@ -11,14 +12,18 @@ from autopar.costs.layer_costs import HOST
 from autopar.costs.rates import num_local_dim
 from autopar.ir.compression import NOTHING_COMPRESSED
 from autopar.ir.mesh import Mesh
+from autopar.planning.predict import predicted
 from autopar.program import GeneratedProgram
 from autopar.sharding.call_options import Operator, Option, num_local, routed_axes
 from autopar.units import seconds_text
+from codegen.capture import why_uncaptured
 from codegen.functions import function_of
 from cost_models import collective, routing
 from cost_models.dispatch import dispatches
 from cost_models.machine import Cluster
 
+NOTABLE_WAIT = 0.1
+"""Share of a step in which devices wait for the host, from which a report says so."""
 EXCHANGES = 4
 """Exchanges of a layer and micro-batch: dispatch and combine, forward and backward."""
 
@@ -46,19 +51,28 @@ def notes_of(compiled: GeneratedProgram) -> tuple[str, ...]:
         notes.append(compiled.best.repeated_work)
     else:
         notes += [f"nothing is sharded over {axis}: its ranks repeat the same work" for axis in compiled.best.idle_axes]
-    return (*notes, *_bound_by_host(compiled), *_exchange_notes(compiled))
+    return (*notes, *_issued(compiled), *_exchange_notes(compiled))
 
 
-def _bound_by_host(compiled: GeneratedProgram) -> list[str]:
-    """Return a note if devices wait for the host for most of a step: what would not help, and what would."""
+def _issued(compiled: GeneratedProgram) -> list[str]:
+    """Return a note if devices would wait for the host for a notable time: how the program's calls are issued, and
+    what that means."""
     prediction = compiled.plan.prediction
-    waiting = prediction.seconds.get(HOST, 0.0)
-    if waiting <= prediction.step_seconds / 2:
+    waiting, step = prediction.seconds.get(HOST, 0.0), prediction.step_seconds
+    if waiting <= NOTABLE_WAIT * step:
         return []
-    step, device = prediction.step_seconds, prediction.step_seconds - waiting
+    if compiled.request is not None and not why_uncaptured(compiled.program):
+        request = replace(compiled.request, captures=True)
+        replayed = predicted(request, compiled.best).plan.prediction.step_seconds
+        return [
+            f"the step runs as CUDA graphs, which its host replays: about {seconds_text(replayed)} instead of "
+            f"{seconds_text(step)}, the prediction of calls issued one by one"
+        ]
+    if waiting <= step / 2:
+        return []
     return [
         f"the step is bound by the host: its calls take {seconds_text(step)}, the devices' work "
-        f"{seconds_text(device)}. More devices do not help; larger batches do"
+        f"{seconds_text(step - waiting)}. More devices do not help; larger batches do"
         + ("" if compiled.backend == "inductor" else ", and --backend inductor may")
     ]
 

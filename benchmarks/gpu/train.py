@@ -47,6 +47,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.costs.updates import DefaultAdamW
 from benchmarks.gpu.isolated import Outcome, outcomes
+from benchmarks.hugging_face import LEARNING_RATE, Masters
 from benchmarks.table import append
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "train.csv"
@@ -77,9 +78,6 @@ LOSS_TOLERANCE = 2e-2
 CHECKED_STEPS, WARM_STEPS = 3, 2
 Batch = Mapping[str, Tensor]
 Step = Callable[[], Tensor]
-LEARNING_RATE = 1e-4
-Optimizer = functools.partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
-"""Of the baselines; generated programs have the default one, whose update is a kernel of theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,27 +165,6 @@ class Side:
     predicted: tuple[float, float] | None = None
 
 
-class Masters:
-    """A bf16 model's fp32 copy, which the optimiser updates: gradients come in, new weights go out."""
-
-    def __init__(self, model: nn.Module, masters: Sequence[Tensor]) -> None:
-        self.used = [p for p in model.parameters() if p.requires_grad]
-        self.stored = [nn.Parameter(master) for master in masters]
-        self.gradients = [torch.empty_like(p) for p in self.stored]
-        for parameter, gradient in zip(self.stored, self.gradients, strict=True):
-            parameter.grad = gradient
-        self.optimizer = Optimizer(self.stored)
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """One update from the model's gradients, which are freed."""
-        torch._foreach_copy_(self.gradients, [p.grad for p in self.used])
-        for parameter in self.used:
-            parameter.grad = None
-        self.optimizer.step()
-        torch._foreach_copy_([p.data for p in self.used], [p.data for p in self.stored])
-
-
 @functools.lru_cache(maxsize=1)
 def initial(case: Case, device: torch.device) -> nn.Module:
     """The case's model on the CPU, drawn on the device, which takes a second instead of twenty. Not to be changed."""
@@ -200,16 +177,12 @@ def initial(case: Case, device: torch.device) -> nn.Module:
 def hugging_face(case: Case, device: torch.device, compiled: bool, liger: bool) -> Side:
     """The module in bf16 with fp32 masters."""
     model: Any = copy.deepcopy(initial(case, device)).to(device)
-    masters = [p.detach().clone() for p in model.parameters() if p.requires_grad]
-    for parameter in model.parameters():
-        # Not the buffers: frequencies of rotary embeddings stay in fp32, as `from_pretrained` leaves them.
-        parameter.data = parameter.data.to(torch.bfloat16)
+    owner, batch = Masters(model), case.batch(device)
     if liger:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model=model)
     run = torch.compile(model, dynamic=False) if compiled else model
-    owner, batch = Masters(model, masters), case.batch(device)
 
     def step() -> Tensor:
         loss: Tensor = run(**batch).loss
