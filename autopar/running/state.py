@@ -57,7 +57,7 @@ def save_checkpoint(
     texts = {"plan": compiled.plan.to_yaml(), **notes_of(model), **(notes or {})}
     runtime = _runtime_of(step)
     with readable(runtime):
-        runtime.save(step, directory, others=LazyState(model), notes=texts)
+        runtime.save(step, directory, extra_tensors=LazyState(model), texts=texts)
 
 
 def load_checkpoint(compiled: GeneratedProgram, step: Any, directory: str | Path) -> Mapping[str, str]:
@@ -68,7 +68,7 @@ def load_checkpoint(compiled: GeneratedProgram, step: Any, directory: str | Path
     check_path("directory", directory)
     runtime = _runtime_of(step)
     with readable(runtime):
-        runtime.load(step, directory, others=LazyState(compiled.model))
+        runtime.load(step, directory, extra_tensors=LazyState(compiled.model))
     if (follower := followed(step)) is not None:
         follower.values_loaded()
     return read_notes(Path(directory))

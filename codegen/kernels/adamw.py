@@ -112,7 +112,7 @@ def adamw_(
         return
     parameter, gradient, *_ = table.chunks.bases
 
-    def trial(tile: Tile) -> None:
+    def run_tile(tile: Tile) -> None:
         """Writes what is there already, so that a measurement needs no copies; the copy column is due anyway."""
         # Factors 0, 1, 0, made on the device: numbers of the host would be waited for, within what is timed.
         unchanged_3 = torch.eye(3, dtype=factors_3.dtype, device=factors_3.device)[1]
@@ -120,7 +120,7 @@ def adamw_(
 
     with launch_device(parameter):
         shape, copies = (table.chunks.num_chunks, CHUNK), table.has_copies
-        tile = choose("adamw", TILES, trial, shape, parameter, gradient, copies=copies)
+        tile = choose("adamw", TILES, run_tile, shape, parameter, gradient, copies=copies)
         _launch(table, tile, factors_3, decays_T, betas, eps)
 
 

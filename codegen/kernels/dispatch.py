@@ -55,8 +55,8 @@ class Kernel(triton.JITFunction if triton is not None else object):  # type: ign
             key = (grid, args[0].get_device(), *constants, *constants.values(), *traits)
             launch = self.launches.get(key)
             if launch is None:
-                compiled = self.run(*args, grid=grid, warmup=False, **constants)
-                self.launches[key] = compiled[(*grid, 1, 1)], (None,) * (len(self.params) - len(args))
+                binary = self.run(*args, grid=grid, warmup=False, **constants)
+                self.launches[key] = binary[(*grid, 1, 1)], (None,) * (len(self.params) - len(args))
             else:
                 launch[0](*args, *launch[1])
 

@@ -284,11 +284,11 @@ class _Chunks:
         max_C, logsum_C, _ = stats_3N[:, :num_rows]
         bounds = first_class, all_classes, self.ignore_index
 
-        def trial(tile: Tile) -> None:
+        def run_tile(tile: Tile) -> None:
             to_gradient(buffer_CV, target_N[:num_rows], max_C, logsum_C, *bounds, self.unit(buffer_CV.dtype), tile)
 
         with launch_device(buffer_CV):
-            return choose("linear_cross_entropy_gradient", ELEMENT_TILES, trial, tuple(buffer_CV.shape), buffer_CV)
+            return choose("linear_cross_entropy_gradient", ELEMENT_TILES, run_tile, tuple(buffer_CV.shape), buffer_CV)
 
     def _losses(
         self,

@@ -85,12 +85,12 @@ class Tuner:
     chosen: dict[Case, Any] = field(default_factory=dict)
     settled: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
-    def choose(self, case: Case, tiles: Sequence[Tile], trial: Callable[[Tile], object]) -> Tile:
-        """One of `tiles`, by running `trial` where no one has done so before."""
+    def choose(self, case: Case, tiles: Sequence[Tile], run_tile: Callable[[Tile], object]) -> Tile:
+        """One of `tiles`, by running `run_tile` where no one has done so before."""
         tile: Tile | None = self.chosen.get(case)
-        return self._settle(case, tiles, trial) if tile is None else tile
+        return self._settle(case, tiles, run_tile) if tile is None else tile
 
-    def _settle(self, case: Case, tiles: Sequence[Tile], trial: Callable[[Tile], object]) -> Tile:
+    def _settle(self, case: Case, tiles: Sequence[Tile], run_tile: Callable[[Tile], object]) -> Tile:
         # Short rows make the same launch of several candidates.
         distinct: dict[object, Tile] = {}
         for tile in tiles:
@@ -103,7 +103,7 @@ class Tuner:
             if self.is_capturing():
                 return tiles[0]
             try:
-                entry = self.file.settle(device, str(case), by_text, self._measure(list(distinct.values()), trial))
+                entry = self.file.settle(device, str(case), by_text, self._measure(list(distinct.values()), run_tile))
             except OSError as error:
                 warnings.warn(f"launch parameters cannot be written down, so none are chosen: {error}", stacklevel=2)
                 return self._keep(case, tiles[0])
@@ -113,19 +113,19 @@ class Tuner:
         kept: Tile = self.chosen.setdefault(case, tile)
         return kept
 
-    def _measure(self, tiles: Sequence[Tile], trial: Callable[[Tile], object]) -> Entry:
+    def _measure(self, tiles: Sequence[Tile], run_tile: Callable[[Tile], object]) -> Entry:
         """The entry of the fastest. Raises what the last candidate did, if none runs."""
         milliseconds: dict[Tile, list[float]] = {}
         for index, tile in enumerate(tiles):
             try:
-                trial(tile)
+                run_tile(tile)
                 milliseconds[tile] = []
             except _failures():
                 if not milliseconds and index == len(tiles) - 1:
                     raise
         for _ in range(ROUNDS):
             for tile, times in milliseconds.items():
-                times.append(self.timer(functools.partial(trial, tile)))
+                times.append(self.timer(functools.partial(run_tile, tile)))
         medians = {tile: statistics.median(times) for tile, times in milliseconds.items()}
         return {
             "tile": str(fastest(medians)),
@@ -143,7 +143,7 @@ def fastest(milliseconds: Mapping[Tile, float]) -> Tile:
 def choose(
     kernel: str,
     tiles: Sequence[Tile],
-    trial: Callable[[Tile], object],
+    run_tile: Callable[[Tile], object],
     shape: tuple[int, ...],
     *tensors: torch.Tensor,
     **flags: bool,
@@ -153,7 +153,7 @@ def choose(
     Args:
         kernel: its name in the file, and of the direction if it has two.
         tiles: the candidates.
-        trial: runs with a tile, as often as is asked, and leaves everything as it is but what the launch overwrites.
+        run_tile: launches with a tile, as often as is asked, and changes only what the launch overwrites.
         shape: of the problem, columns last: candidates are asked what they launch for it.
         tensors: on one device; their dtypes are part of the case.
         flags: what else is compiled in.
@@ -171,7 +171,7 @@ def choose(
         return settled
     rounded = tuple(power_of_2_at_least(size) for size in shape)
     case = Case(kernel=kernel, flags=tuple(flags.items()), dtypes=dtypes, shape=rounded, device=device)
-    tile = tuner.choose(case, tiles, trial)
+    tile = tuner.choose(case, tiles, run_tile)
     if case in tuner.chosen:
         tuner.settled[problem] = tile
     return tile

@@ -84,9 +84,9 @@ def block_gradients(
         )
         return dq, dk, dv
     if kernel == "gpu":
-        unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that is 0
+        zeros = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that is 0
         dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse, None, None, q.shape[-2], k.shape[-2], 0.0, is_causal, unused, unused, scale=scale
+            grad, q, k, v, out, lse, None, None, q.shape[-2], k.shape[-2], 0.0, is_causal, zeros, zeros, scale=scale
         )
         return dq, dk, dv
     scores = _scores(q, k, mask, is_causal, scale)
@@ -136,10 +136,10 @@ class WindowedKeys:
         out, lse = whole
         if self._has_kernel(q, k, v):
             g, *tensors, result = (_in_rows(x).transpose(1, 2) for x in (grad, q, k, v, out))
-            unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that is 0
+            zeros = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that is 0
             aten: Any = torch.ops.aten
             gradients = aten._flash_attention_backward(
-                g, *tensors, result, lse, None, None, q.shape[-2], k.shape[-2], 0.0, False, unused, unused,
+                g, *tensors, result, lse, None, None, q.shape[-2], k.shape[-2], 0.0, False, zeros, zeros,
                 scale=scale, **self._sides(),
             )  # fmt: skip
             dq, dk, dv = (x.transpose(1, 2) for x in gradients)

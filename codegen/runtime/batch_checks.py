@@ -101,14 +101,13 @@ def check_batch(
     num_micro_batches: int,
     *,
     unused: Iterable[str] = (),
-    fixed: Mapping[str, Any] | None = None,
+    fixed: Mapping[str, Any] = {},
 ) -> None:
     """Raises BatchError unless a whole global batch is what the program was made for.
 
     inputs: of all stages, with the global shape of one micro-batch. unused: further tensors that the batch may hold.
     fixed: values that are no tensors, which the program was made with.
     """
-    fixed = fixed or {}
     missing = [name for name in inputs if name not in batch]
     names = {*inputs, *unused, *fixed}
     unknown = [str(name) for name in batch if name not in names]

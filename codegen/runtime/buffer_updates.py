@@ -11,8 +11,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from .mesh import Mesh
-from .module_container import member_of
-from .parameters import Module
+from .parameters import Module, member_of
 from .rng_state import RngState
 
 UPDATING_ATTRIBUTES = ("_next_values",)

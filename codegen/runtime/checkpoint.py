@@ -37,36 +37,31 @@ OPTIMIZER = "optimizer."
 NON_PERSISTENT = "non-persistent."
 
 
+@watch.noted("for a checkpoint after step {done}")
 def save(
     step: Step,
     directory: str | Path,
     *,
-    others: Mapping[str, Tensor] | None = None,
-    notes: Mapping[str, str] | None = None,
+    extra_tensors: Mapping[str, Tensor] | None = None,
+    texts: dict[str, str] | None = None,
 ) -> None:
     """Write parameters, buffers, optimizer state, step counter, data position and seed. Collective.
 
     The folder is complete or absent: it is written beside its place and renamed, after an older one has been moved
-    aside; a crash between the two leaves the older one where `load` finds it. others: whole tensors of the user's model
-    that the program may lack, such as parameters that take no part; where it does, they are written as they are. notes:
-    texts for the manifest. Raises CheckpointError on all ranks, also where the place is taken by what is no checkpoint,
-    and FloatingPointError, and writes nothing, where a parameter is inf or nan.
+    aside; a crash between the two leaves the older one where `load` finds it. Raises CheckpointError on all ranks, also
+    where the place is taken by what is no checkpoint, and FloatingPointError, and writes nothing, where a parameter is
+    inf or nan.
+
+    extra_tensors: whole tensors of the user's model, written where the program lacks them, such as parameters that take
+    no part. texts: notes for the manifest.
     """
-    with watch.entered(f"for a checkpoint after step {step.rng.step}"):
-        _save(step, Path(directory), others, notes)
-
-
-def _save(step: Step, final: Path, others: Mapping[str, Tensor] | None, notes: Mapping[str, str] | None) -> None:
-    step.require_finite()
+    final, rank, gather = Path(directory), step.mesh.everyone.rank, _gather(step)
     fresh = final.with_name(f".{final.name}.partial")
-    rank, gather = step.mesh.everyone.rank, _gather(step)
+    step.require_finite()
     files.in_unison(gather, lambda: _make_way(final, fresh) if rank == 0 else None)
     pieces, numbers = files.in_unison(gather, lambda: _saved_state(step))
-    named = set().union(*gather(_names(step)))
-    if rank == 0:
-        # Others are asked for one by one: they may have to be read.
-        further = {name: others[name] for name in others if name not in named} if others else {}
-        pieces += [Piece(name, tuple(value.shape), (0,) * value.ndim, value) for name, value in further.items()]
+    if extra_tensors is not None:
+        pieces += _extra_pieces(extra_tensors, set().union(*gather(_names(step))), rank)
     progress: dict[str, Any] = {"step": step.rng.step, "num_samples": step.num_samples, "seed": step.rng.seed}
     if step.loss_scaling is not None:
         progress["loss_scale"] = step.loss_scaling.state()
@@ -74,7 +69,7 @@ def _save(step: Step, final: Path, others: Mapping[str, Tensor] | None, notes: M
         "progress": progress,
         "optimizer": files.optimizer_record(step.optimizer, step.settings),
         "numbers": dict(itertools.chain(*(numbers_of_rank.items() for numbers_of_rank in gather(numbers)))),
-        "notes": dict(notes or {}),
+        "notes": texts or {},
     }
     try:
         files.write(fresh, pieces, record, rank, gather)
@@ -90,24 +85,24 @@ def check(step: Step) -> None:
     _saved_state(step)
 
 
-def load(step: Step, directory: str | Path, *, others: Mapping[str, Tensor] | None = None) -> None:
+@watch.noted("to load a checkpoint")
+def load(step: Step, directory: str | Path, *, extra_tensors: Mapping[str, Tensor] | None = None) -> None:
     """Continue from what `save` wrote, under this step's own mesh, ZeRO stage and precision. Collective.
 
-    others: as in `save`; the checkpoint may have these names too. Every file is looked through before anything is
-    changed. Raises on all ranks CheckpointError if names or shapes differ from the program's, in either direction, or
-    the optimizer is another, and DamagedError for a checkpoint that is not as it was written.
+    Every file is looked through before anything is changed. Raises on all ranks CheckpointError if names or shapes
+    differ from the program's, in either direction, or the optimizer is another, and DamagedError for a checkpoint that
+    is not as it was written. extra_tensors: as in `save`; the checkpoint may have these names too.
     """
-    with watch.entered("to load a checkpoint"):
-        _load(step, Path(directory), others)
-
-
-def _load(step: Step, directory: Path, others: Mapping[str, Tensor] | None) -> None:
+    directory = Path(directory)
     if not directory.exists() and _moved_aside(directory).exists():
         directory = _moved_aside(directory)
     everyone, gather = step.mesh.everyone, _gather(step)
     manifest = files.in_unison(gather, lambda: files.read_manifest(directory))
     files.in_unison(gather, lambda: files.require_intact(directory, manifest, everyone.rank, everyone.size))
-    _require_same_names(manifest, set().union(*gather(_names(step))), set(others or {}))
+    names = set().union(*gather(_names(step)))
+    if extra_tensors is not None:
+        names |= set(extra_tensors)
+    _require_same_names(manifest, names)
     files.in_unison(gather, lambda: _require_same_shapes(step, manifest))
     files.in_unison(gather, lambda: files.require_same_optimizer(step.optimizer, manifest.record))
     pieces, states = files.in_unison(gather, lambda: _wanted(step, manifest))
@@ -124,6 +119,12 @@ def _load(step: Step, directory: Path, others: Mapping[str, Tensor] | None) -> N
         step.loss_scaling.load(progress.get("loss_scale"))
     for part in step.parts:
         part.zero.publish()
+
+
+def _extra_pieces(tensors: Mapping[str, Tensor], names: set[str], rank: int) -> list[Piece]:
+    """Return the tensors that the program, whose names are given, lacks: on rank 0. They may have to be read."""
+    extra = {name: tensors[name] for name in tensors if name not in names} if rank == 0 else {}
+    return [Piece(name, tuple(value.shape), (0,) * value.ndim, value) for name, value in extra.items()]
 
 
 def _gather(step: Step) -> Gather:
@@ -244,10 +245,10 @@ def _required(step: Step) -> Iterator[tuple[tuple[str, ...], Param]]:
                 yield (name, *spec.aliases), spec
 
 
-def _require_same_names(manifest: Manifest, names: set[str], others: set[str]) -> None:
+def _require_same_names(manifest: Manifest, names: set[str]) -> None:
     """Raises CheckpointError for what the program lacks; what the checkpoint lacks each rank knows for itself."""
     stored = {name for name in manifest.tensors if not name.startswith((OPTIMIZER, NON_PERSISTENT))}
-    if strange := sorted(stored - names - others):
+    if strange := sorted(stored - names):
         some = ", ".join(strange[:5]) + (f" and {len(strange) - 5} more" if len(strange) > 5 else "")
         raise CheckpointError(f"the checkpoint is of another model: the program has no {some}")
 

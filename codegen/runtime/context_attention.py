@@ -356,8 +356,8 @@ class _Near:
         lines = []
         for (hops, _, rows), *pair in zip(self.parts, dk, dv, strict=True):
             if hops:
-                padded = (F.pad(x, (0, 0, 0, rows - x.shape[-2])) for x in pair)
-                lines.append(axis.pass_on(_packed(*padded), -hops))
+                equal_rows = (F.pad(x, (0, 0, 0, rows - x.shape[-2])) for x in pair)
+                lines.append(axis.pass_on(_packed(*equal_rows), -hops))
         own_part = next(number for number, (hops, _, _) in enumerate(self.parts) if not hops)
         sums, arrivals = (dk[own_part].clone(), dv[own_part].clone()), iter(lines)
         for hops, start, rows in self.parts:

@@ -27,9 +27,7 @@ class Axis:
 
     The methods of the first half change a tensor's placement on this axis, forward and backward (`reshard.py`); with
     one rank they return their argument. Negative dims count from the end. `sections` k: the dim is k equal sections,
-    each split over the ranks. The second half is plain communication without gradients; a simulation of several ranks
-    overrides gather_parts, scatter_sum, exchange_parts, exchange_rows, pass_on, sum_over and max_over, and for
-    overlapped.py start_sum and start_scatter_sum.
+    each split over the ranks. The second half is plain communication without gradients.
 
     wait=False: returns at once, and nothing may read the result before `Mesh.finish`. For sums that are only wanted at
     the end: a rank that is ahead need not wait for the others in mid-step.

@@ -137,13 +137,13 @@ def exit_at_once(number: int, frame: FrameType | None) -> None:
 class Ending:
     """A request to end this run (SIGTERM), noted so that the run can end after a step.
 
-    is_alone: a handler that was there is not called as well. Outside of the main thread, which alone hears signals,
-    nobody tells it. `close` puts back the handler that was there.
+    Outside of the main thread, which alone hears signals, nobody tells it. `close` puts back the handler that was
+    there. is_alone: that handler is not called as well.
     """
 
     EXIT_CODE = 128 + signal.SIGTERM
 
-    def __init__(self, device: torch.device | str = "cpu", is_alone: bool = False) -> None:
+    def __init__(self, device: torch.device | str = "cpu", *, is_alone: bool = False) -> None:
         self._device, self._is_told, self._is_alone = torch.device(device), False, is_alone
         self._is_installed = threading.current_thread() is threading.main_thread()
         if self._is_installed:

@@ -1,17 +1,7 @@
 """The reshards: one autograd function per change of placement, whose backward is the transposed change.
 
-    R -> Rp    ForUse                P -> R     AllReduce
-    R -> S     Slice                 P -> Rp    AllReducePartial
-    Rp -> S    SlicePartial          P -> S     ReduceScatter
-    Rp -> R    FirstRankGrad         S -> Rp    AllGather
-    R -> P     FirstRankOnly         S -> R     AllGatherFull
-    Rp -> P    FirstRankOnlyPartial  S -> S'    AllToAll
-
 They know nothing of process groups: an `Exchange` (an `Axis` of the mesh, or a simulation of several ranks) moves the
 bytes. Results are contiguous. None of these may be differentiated twice.
-
-The sums of backward (ForUse, AllReducePartial, AllGather) can be started before their node's turn, by whoever makes the
-gradient (`begin_backward`); the node then waits for what is under way.
 
 Legend of the shapes below: n ranks of the axis; a dim of k equal sections, each split over the ranks, is the grid
 (k sections, n ranks, m elements), and its local part (k sections, m elements).
@@ -33,10 +23,7 @@ class Arrival(Protocol):
 
 
 class Exchange(Protocol):
-    """The collectives of an axis. Arguments may have any strides; results are contiguous and new.
-
-    The last two are for `begin_backward` only.
-    """
+    """The collectives of an axis. Arguments may have any strides; results are contiguous and new."""
 
     @property
     def size(self) -> int: ...
@@ -116,8 +103,8 @@ def scatter(x: Tensor, dim: int, sections: int, axis: Exchange) -> Tensor:
 def begin_backward(node: Any, grad: Tensor) -> None:
     """Start the sum over ranks that the backward of `node`, a `grad_fn`, makes of `grad`; nothing for other nodes.
 
-    That backward takes the sum if it gets this very tensor. If others read the node's result too, it gets their total
-    instead, and sums again.
+    Whoever makes the gradient calls it before the node's turn. That backward takes the sum if it gets this very tensor.
+    If others read the node's result too, it gets their total instead, and sums again.
     """
     if not hasattr(node, "begun"):
         return

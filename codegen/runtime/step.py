@@ -109,7 +109,7 @@ class Step(StepState):
             offload=offload,
             loss_scaling=self.loss_scaling,
         )
-        self._replay_with(captured if shared is None else shared.captured)
+        self._replay_with(captured=captured if shared is None else shared.captured)
         with nullcontext() if self._captured is None else self._captured.on_stream():
             self._executor = executor(program, mesh, self.rng, options)
         self._compiled, programs, models = compiled, self._executor.programs, [part.model for part in self.parts]
@@ -156,7 +156,7 @@ class Step(StepState):
         self.grad_norm: Tensor | None = None
         """Global norm of the last step's unscaled gradients before clipping (0-dim), where something needs it."""
 
-    def _replay_with(self, captured: Captured | None) -> None:
+    def _replay_with(self, *, captured: Captured | None) -> None:
         """Run the work on the device as these graphs."""
         self._captured = captured
         if captured is not None and captured.is_on:

@@ -146,12 +146,12 @@ def _has_workspace(axis: Axis, device: torch.device) -> bool:
 
 def _multiplies(axis: Axis, device: torch.device) -> bool:
     """Whether both operators give what plain products and collectives do; of small whole numbers, so exactly."""
-    shared = replace(axis, symmetric=_group_name(axis))
+    with_memory = replace(axis, symmetric=_group_name(axis))
     steps = torch.arange(_PROBE_SIZE * _PROBE_SIZE, device=device, dtype=torch.float32).view(_PROBE_SIZE, _PROBE_SIZE)
     part, matrix = (steps + axis.rank) % 5, (steps % 3).t()
-    whole, (product,) = all_gather_matmul(part, [matrix], 0, shared)
+    whole, (product,) = all_gather_matmul(part, [matrix], 0, with_memory)
     wanted = torch.cat([(steps + rank) % 5 for rank in range(axis.size)])
-    summed = matmul_reduce_scatter(wanted + axis.rank, matrix, 0, shared)
+    summed = matmul_reduce_scatter(wanted + axis.rank, matrix, 0, with_memory)
     total = sum((wanted + rank) @ matrix for rank in range(axis.size))
     assert isinstance(total, Tensor)
     equal = torch.equal(whole, wanted), torch.equal(product, wanted @ matrix)

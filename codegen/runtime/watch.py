@@ -242,8 +242,10 @@ def finish_after_signal() -> None:
 
 
 def noted(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let each call of a step's method be noted. name: with {done}, the steps before it, or {coming}, the next one's
-    number."""
+    """Let each call of a step's method, or of a function of a step, be noted.
+
+    name: with {done}, the steps before it, or {coming}, the next one's number.
+    """
 
     def with_note(method: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(method)

@@ -102,10 +102,10 @@ def module_of(text: str, package: Path) -> Module:
             definitions[node.name] = _class(node, package)
         elif name := _bound(node):
             documented = body[position + 1 : position + 2] if isinstance(node, (ast.Assign, ast.AnnAssign)) else []
-            nodes = (node, *(statement for statement in documented if _is_text(statement)))
+            nodes = (node, *(statement for statement in documented if is_text(statement)))
             before = definitions[name].nodes if name in definitions else ()
             definitions[name] = Definition((*before, *nodes), _uses((*before, *nodes), package))
-        elif not _is_text(node):
+        elif not is_text(node):
             always.append(Definition((node,), _uses((node,), package)))
     import_nodes = tuple(node for node in body if isinstance(node, (ast.Import, ast.ImportFrom)) or is_for_types(node))
     return Module(
@@ -124,7 +124,8 @@ def is_for_types(node: ast.AST) -> TypeGuard[ast.If]:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
-def _is_text(node: ast.stmt) -> bool:
+def is_text(node: ast.stmt) -> bool:
+    """Whether a statement is a text: the docstring of what encloses it or comes before it."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 

@@ -46,6 +46,11 @@ def _wrapped(text: str, column: int) -> str:
 
 
 _CALL = re.compile(r"^(?P<head>[^\n#]*\()\n\s+(?P<inside>[^\n#]*[^,\n#(\[{])\n\s*(?P<tail>\)[^\n#]*)$", re.MULTILINE)
+_ARGUMENT = r"(?P=indent)    [^\s#][^\n#]*,\n"
+_LISTED = re.compile(
+    rf"^(?P<head>(?P<indent> *)[^\n#]*\w\()\n(?P<inside>(?:{_ARGUMENT})+)(?P=indent)(?P<tail>\)[^\n#]*)$", re.MULTILINE
+)
+"""A call or a signature with each argument in a line. A tuple is none: its last comma may be what makes it one."""
 
 
 def tidied(text: str) -> str:
@@ -54,7 +59,9 @@ def tidied(text: str) -> str:
     text = re.sub(r"(?<=\n)((?:from|import) [^\n]*\n|\)\n)\n{2,}(?!def |class |@|#|if |\n)", r"\1\n", text)
 
     def joined(match: re.Match[str]) -> str:
-        line = match["head"] + match["inside"] + match["tail"]
-        return line if len(line) <= COLUMNS else match[0]
+        inside = " ".join(map(str.strip, match["inside"].splitlines())).removesuffix(",")
+        line = match["head"] + inside + match["tail"]
+        is_whole = all(inside.count(one) == inside.count(other) for one, other in ("()", "[]", "{}"))
+        return line if len(line) <= COLUMNS and is_whole else match[0]
 
-    return _CALL.sub(joined, text).rstrip("\n") + "\n"
+    return _LISTED.sub(joined, _CALL.sub(joined, text)).rstrip("\n") + "\n"

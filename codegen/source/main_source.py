@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -12,9 +13,7 @@ from codegen.source.text import plain, quoted
 
 _TEMPLATE = '''"""Train {name} on {mesh_text}{usage}
 
-Each step trains on random inputs. With --data FILE, integer inputs are pieces of that file, read as bytes. To train on
-your own data, replace `batches`: it yields global batches, and `step.local_batch` takes this rank's part of each. The
-program needs torch, and safetensors to read the weights.
+{data_note}
 {optimizer_note}"""
 
 import importlib.util
@@ -37,30 +36,7 @@ from autopar_program.program import INPUTS, NUM_MICRO_BATCHES, create_mesh, crea
 {imports}
 
 BATCH_SIZE = {batch}
-VOCABULARY = {vocabulary}
-
-
-def batches(first_sample, data=None):
-    """Yield global batches, tensors by input name, from a sample on: a resumed run goes on in the data."""
-    for step in itertools.count(first_sample // BATCH_SIZE):
-        yield example_batch(step, data)
-
-
-def example_batch(step, data=None):
-    """Return random values for each input, or pieces of the data for integer inputs. Equal on all ranks."""
-    generator = torch.Generator().manual_seed(step)
-    batch = {{}}
-    for name, spec in INPUTS.items():
-        shape = (spec.shape[0] * NUM_MICRO_BATCHES, *spec.shape[1:])
-        if spec.dtype.is_floating_point:
-            batch[name] = torch.randn(shape, generator=generator)
-        elif data is None:
-            batch[name] = torch.randint(VOCABULARY, shape, generator=generator, dtype=spec.dtype)
-        else:
-            length = shape[-1]
-            starts = torch.randint(len(data) - length, shape[:-1], generator=torch.Generator().manual_seed(step))
-            batch[name] = torch.stack([data[start : start + length] for start in starts.flatten()]).view(shape)
-    return batch
+{batches}
 
 
 def initial_value():
@@ -71,28 +47,14 @@ def initial_value():
         raise SystemExit(f"{{error}}: save the program with weights, or write initial_value yourself") from None
 
 
-def read_bytes(path, parser):
-    """Return a file's bytes as a tensor of numbers below VOCABULARY."""
-    try:
-        values = torch.tensor(bytearray(path.read_bytes()), dtype=torch.uint8).long() % VOCABULARY
-    except OSError as error:
-        parser.error(f"argument --data: {{path}}: {{error.strerror}}")
-    specs = [spec for spec in INPUTS.values() if not spec.dtype.is_floating_point]
-    longest = max((spec.shape[-1] for spec in specs if spec.shape), default=0)
-    if len(values) <= longest:
-        parser.error(f"argument --data: {{path}} has {{len(values)}} bytes, an input needs more than {{longest}}")
-    return values
-
-
-{optimizer_function}def read_options():
-    """Return the options of the command line and the data of --data."""
+{read_bytes}{optimizer_function}def read_options():
+    """{options_doc}"""
     parser = options.Parser(description=__doc__)
     number = options.number
     duration = parser.add_mutually_exclusive_group()
     duration.add_argument("--steps", type=number("steps"), default=10, help="steps of this run [default: 10]")
     duration.add_argument("--until", type=number("steps"), help="steps in all, those before a resumption included")
-    {optimizer_option}
-    parser.add_argument("--data", type=Path, help="file to read integer inputs from")
+    {optimizer_option}{data_option}
     parser.add_argument("--checkpoint", type=Path, help="folder to resume from and to write to, also on SIGTERM")
     parser.add_argument(
         "--checkpoint-every", type=number("checkpoint_every"), default=0, help="steps between checkpoints"
@@ -101,11 +63,11 @@ def read_bytes(path, parser):
 {wait_option}    args = parser.parse_args()
     if args.checkpoint_every and args.checkpoint is None:
         parser.error("argument --checkpoint-every: it needs --checkpoint, a folder")
-    return args, None if args.data is None else read_bytes(args.data, parser)
+    return {options_result}
 
 
 def main():
-    args, data = read_options()
+    {options} = read_options()
 {optimizer_choice}    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != {ranks}:
         launch = {launch}.replace("main.py", sys.argv[0])
@@ -120,17 +82,17 @@ def main():
     is_first = dist.get_rank() == 0
     with checkpoint_folder.locked(args.checkpoint if is_first else None):
         checkpoint_folder.resume(args.checkpoint, lambda path: checkpoint.load(step, path), is_first)
-        exit_code = train(step, args, data, is_first)
+        exit_code = train(step, {options}, is_first)
     step.close()
     dist.barrier()  # leave together: a rank that leaves early breaks the connections of the others
     dist.destroy_process_group()
     processes.leave(exit_code)
 
 
-def train(step, args, data, is_first):
+def train(step, {options}, is_first):
     """Train, and return the exit code: 143 after SIGTERM, if there is a folder for a checkpoint, else 0."""
     ending = processes.Ending(step.mesh.device) if args.checkpoint else None
-    source = batches(step.num_samples, data)
+    source = batches(step.num_samples{data})
     until = step.rng.step + args.steps if args.until is None else args.until
     while step.rng.step < until:
         start = time.perf_counter()
@@ -157,7 +119,84 @@ if __name__ == "__main__":
         raise SystemExit(1 if os.environ.get("RANK", "0") != "0" else f"error: {{error}}") from None
 '''
 
+_DATA_NOTE = (
+    "Each step trains on random inputs. {file}To train on your own data, replace `batches`: it yields global batches, "
+    "and `step.local_batch` takes this rank's part of each. The program needs torch, and safetensors to read the "
+    "weights."
+)
+_FLOAT_BATCHES = {
+    "data_note": _DATA_NOTE.format(file=""),
+    "batches": '''
 
+def batches(first_sample):
+    """Yield global batches, tensors by input name, from a sample on: a resumed run goes on in the data."""
+    for step in itertools.count(first_sample // BATCH_SIZE):
+        yield example_batch(step)
+
+
+def example_batch(step):
+    """Return random values for each input, equal on all ranks."""
+    generator = torch.Generator().manual_seed(step)
+    batch = {}
+    for name, spec in INPUTS.items():
+        batch[name] = torch.randn(spec.shape[0] * NUM_MICRO_BATCHES, *spec.shape[1:], generator=generator)
+    return batch''',
+    "read_bytes": "",
+    "options_doc": "Return the options of the command line.",
+    "data_option": "",
+    "options_result": "args",
+    "options": "args",
+    "data": "",
+}
+"""The parts of the template for inputs that are all of floats."""
+_TOKEN_BATCHES = {
+    "data_note": _DATA_NOTE.format(file="With --data FILE, integer inputs are pieces of that file, read as bytes. "),
+    "batches": '''VOCABULARY = {vocabulary}
+
+
+def batches(first_sample, data=None):
+    """Yield global batches, tensors by input name, from a sample on: a resumed run goes on in the data."""
+    for step in itertools.count(first_sample // BATCH_SIZE):
+        yield example_batch(step, data)
+
+
+def example_batch(step, data=None):
+    """Return random values for each input, or pieces of the data for integer inputs. Equal on all ranks."""
+    generator = torch.Generator().manual_seed(step)
+    batch = {{}}
+    for name, spec in INPUTS.items():
+        shape = (spec.shape[0] * NUM_MICRO_BATCHES, *spec.shape[1:])
+        if spec.dtype.is_floating_point:
+            batch[name] = torch.randn(shape, generator=generator)
+        elif data is None:
+            batch[name] = torch.randint(VOCABULARY, shape, generator=generator, dtype=spec.dtype)
+        else:
+            length = shape[-1]
+            starts = torch.randint(len(data) - length, shape[:-1], generator=torch.Generator().manual_seed(step))
+            batch[name] = torch.stack([data[start : start + length] for start in starts.flatten()]).view(shape)
+    return batch''',
+    "read_bytes": '''def read_bytes(path, parser):
+    """Return a file's bytes as a tensor of numbers below VOCABULARY."""
+    try:
+        values = torch.tensor(bytearray(path.read_bytes()), dtype=torch.uint8).long() % VOCABULARY
+    except OSError as error:
+        parser.error(f"argument --data: {path}: {error.strerror}")
+    specs = [spec for spec in INPUTS.values() if not spec.dtype.is_floating_point]
+    longest = max((spec.shape[-1] for spec in specs if spec.shape), default=0)
+    if len(values) <= longest:
+        parser.error(f"argument --data: {path} has {len(values)} bytes, an input needs more than {longest}")
+    return values
+
+
+''',
+    "options_doc": "Return the options of the command line and the data of --data.",
+    "data_option": """
+    parser.add_argument("--data", type=Path, help="file to read integer inputs from")""",
+    "options_result": "args, None if args.data is None else read_bytes(args.data, parser)",
+    "options": "args, data",
+    "data": ", data",
+}
+"""The parts of the template for other inputs."""
 _JOIN = 'processes.join("nccl" if on_gpu else "gloo", args.collective_seconds)'
 _WAIT_OPTION = """    timeout = "seconds that a rank waits for others before it fails [default: 1800, of NCCL 600]"
     parser.add_argument("--collective-seconds", type=number("collective_seconds"), help=timeout)
@@ -251,6 +290,17 @@ def _optimizer_parts(optimizer: MainOptimizer, is_fused: bool) -> dict[str, str]
     }
 
 
+def _batch_parts(program: Program | PipelineProgram) -> dict[str, str]:
+    """Return the parts of the template for the batch."""
+    programs = program.programs if isinstance(program, PipelineProgram) else (program,)
+    if all("float" in spec.dtype for one in programs for spec in one.inputs.values()):
+        parts = _FLOAT_BATCHES
+    else:
+        batches = _TOKEN_BATCHES["batches"].format(vocabulary=program.any.vocabulary)
+        parts = {**_TOKEN_BATCHES, "batches": batches}
+    return {**parts, "data_note": textwrap.fill(parts["data_note"], COLUMNS)}
+
+
 def emit_main(
     program: Program | PipelineProgram, optimizer: MainOptimizer | None = None, nodes: Nodes | None = None
 ) -> str:
@@ -271,6 +321,6 @@ def emit_main(
         mesh_text=plain(program.mesh_text),
         ranks=program.num_ranks,
         batch=program.any.global_batch_size,
-        vocabulary=program.any.vocabulary,
+        **_batch_parts(program),
         **_optimizer_parts(optimizer, is_fused),
     )

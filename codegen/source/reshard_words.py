@@ -38,10 +38,10 @@ class Dims:
 _FORMS: Final[Mapping[tuple[str, str], tuple[str, str]]] = {
     ("R", "Rp"): ("", "backward sums the gradient over {axis}, {size}"),
     ("R", "S"): ("keep this rank's part of {target} over {axis}", "backward gathers the gradient, {size}"),
-    ("R", "P"): ("zero on all ranks of {axis} but the first: added once", ""),
+    ("R", "P"): ("zero on all ranks of {axis} but the first, added once", ""),
     ("Rp", "R"): ("", "backward keeps the gradient on the first rank of {axis}, zeros on the others"),
     ("Rp", "S"): ("keep this rank's part of {target} over {axis}", "backward puts zeros around the gradient"),
-    ("Rp", "P"): ("zero on all ranks of {axis} but the first: added once", "backward the same"),
+    ("Rp", "P"): ("zero on all ranks of {axis} but the first, added once", "backward the same"),
     ("S", "R"): ("gather {source} over {axis}, {size}", "backward keeps this rank's part of the gradient"),
     ("S", "Rp"): ("gather {source} over {axis}, {size}", "backward sums and scatters the gradient"),
     ("S", "S"): ("gather {source} and scatter {target} over {axis}, {size}", "backward the reverse"),

@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from codegen.evaluation import UPDATE
 from codegen.program import UNREAD, Call, LayerLoop, Program, Raw, Reshard, Statement, Var, assigns, reads
@@ -80,12 +81,16 @@ def source_lines(
     chain: _Chain | None = None  # what the last line says, if it can be chained
     written = 0  # statements, so far
     uses = _uses_after(body, outputs)
+    masked = _masked_operands(body, uses, aside)
     for position, statement in enumerate(body):
         if aside is not None and position == aside.at:
             lines += aside.lines
             chain = None
-        if position < written:
+        if position < written or position in masked:
             continue
+        operands = [reshard for reader, reshard in masked.values() if reader == position]
+        if operands and isinstance(statement, Call):
+            statement = _with_operands(statement, operands)
         if isinstance(statement, Call):
             here = _section(statement.section, depth)
             text = expression(statement)
@@ -99,6 +104,7 @@ def source_lines(
             elif here != section and here:
                 lines.append(f"# {plain(here)}")
                 section = here
+            lines += [f"# {_last_name(reshard.source)}: {in_words(reshard, dims)}" for reshard in operands]
             chain = longer or _Chain(target, text, () if is_method(statement) else (target, text))
             lines.append(chain.text if statement.target == UPDATE else f"{target} = {chain.text}")
             results = statement.results
@@ -163,14 +169,57 @@ def _uses_after(body: tuple[Statement, ...], outputs: tuple[Var, ...]) -> list[d
     return uses[::-1]
 
 
+def _masked_operands(
+    body: tuple[Statement, ...], uses: list[dict[Var, int]], aside: Aside | None
+) -> dict[int, tuple[int, Reshard]]:
+    """Return reshards that are written inside the call that alone reads them: position -> (that of the call, reshard).
+
+    These are biases that only the first rank of an axis adds, and so send nothing.
+    """
+    masked = {}
+    for position, reshard in enumerate(body):
+        if not isinstance(reshard, Reshard) or reshard.method != "first_rank_only":
+            continue
+        result = reshard.result
+        reader = next((at for at in range(position + 1, len(body)) if result in reads(body[at])), None)
+        is_read_once = uses[position][result] == 1 and (aside is None or result not in aside.reads)
+        if is_read_once and reader is not None and isinstance(body[reader], Call) and _is_stored(reshard.source):
+            masked[position] = reader, reshard
+    return masked
+
+
+def _with_operands(call: Call, reshards: list[Reshard]) -> Call:
+    """Return the call with the text of reshards in the place of their results."""
+    texts = {reshard.result: Raw(_reshard_call(reshard), (reshard.source,)) for reshard in reshards}
+
+    def written(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(written, value))
+        return texts.get(value, value) if isinstance(value, Var) else value
+
+    return replace(call, args=written(call.args), kwargs=tuple((name, written(value)) for name, value in call.kwargs))
+
+
+def _is_stored(source: Var) -> bool:
+    """Whether a variable is a parameter or buffer, which no statement assigns."""
+    return source.name.startswith("self.")
+
+
+def _last_name(source: Var) -> str:
+    return source.name.rpartition(".")[2]
+
+
 def _name(result: Var) -> str:
     return "_" if result == UNREAD else result.name
 
 
 def _reshard(statement: Reshard, dims: Dims) -> str:
+    return f"{statement.result.name} = {_reshard_call(statement)}  # {in_words(statement, dims)}"
+
+
+def _reshard_call(statement: Reshard) -> str:
     kwargs = "".join(f", {key}={literal(value)}" for key, value in statement.kwargs)
-    text = f"{statement.result.name} = {statement.axis}.{statement.method}({statement.source.name}{kwargs})"
-    return f"{text}  # {in_words(statement, dims)}"
+    return f"{statement.axis}.{statement.method}({statement.source.name}{kwargs})"
 
 
 def _loop(loop: LayerLoop, is_part: bool, before: list[str], read_later: set[str]) -> list[str]:

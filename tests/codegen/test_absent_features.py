@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
+import codegen.kernels
+from codegen.saved_folder.absent_features import ABSENT as FEATURES
 from codegen.saved_folder.absent_features import folded
 from codegen.saved_folder.wording import tidied, without_words
 
@@ -94,6 +97,7 @@ def test_a_name_that_is_bound_to_anything_else_stays(source: str) -> None:
         ("x = guards.get(a, b)", "x = b"),
         ("x = a and host is None and b", "x = a and b"),
         ("x = f() and host is not None", "x = f() and False"),
+        ("x = isinstance(a, int) and padding", "x = 0"),
         ("x = [a for a in ''.join(b)]", "x = [a for a in ''.join(b)]"),
         ("x = kwargs or {}", "x = kwargs or {}"),
         ("x = y = padding", "x = y = 0"),
@@ -115,6 +119,11 @@ def test_expressions(before: str, after: str) -> None:
         ("if not host:\n    f()\nelse:\n    g()", "f()"),
         ("for text in guards:\n    f(text)\ng()", "g()"),
         ("if a:\n    x.host = None", "if a:\n    pass"),
+        (
+            "if a:\n    with nullcontext() if host is None else host.on():\n        f()\n    g()",
+            "if a:\n    f()\n    g()",
+        ),
+        ("if padding:\n    x.host = Host()\nf(host)", "f(None)"),
         ("x = '' if a else b\nx += f'{a}' if host else ''", "x = '' if a else b"),
     ],
 )
@@ -134,6 +143,15 @@ def test_a_generator_stays_one() -> None:
 
 def test_statements_after_a_return_go() -> None:
     assert folded_text("def f():\n    if not padding:\n        return 1\n    return 2\n") == "def f():\n    return 1\n"
+
+
+def test_kernels_have_no_names_of_features() -> None:
+    """A local variable of such a name would keep the branches of that feature in every folder with kernels."""
+    kernels = Path(codegen.kernels.__file__).parent.glob("*.py")
+    texts = {path.name: path.read_text() for path in kernels}
+    probe = "".join(f"def f(*, {name}={value!r}):\n    return {name}\n" for name, value in FEATURES.items())
+    left = folded(texts, {"runtime/probe.py": probe})["runtime/probe.py"]
+    assert [name for name in FEATURES if f"return {name}\n" in left] == []
 
 
 def test_words_about_arguments() -> None:

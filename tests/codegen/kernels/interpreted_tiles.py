@@ -105,9 +105,9 @@ def test_measuring_changes_nothing(kernel, monkeypatch):
     shape = SHAPES[kernel][0]
     plain, measured = results(kernel, shape), []
 
-    def measure(name, tiles, trial, *_, **__):
+    def measure(name, tiles, run_tile, *_, **__):
         for tile in (*tiles, tiles[0]):
-            trial(tile)
+            run_tile(tile)
         measured.append(name)
         return tiles[0]
 
