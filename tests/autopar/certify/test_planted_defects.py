@@ -162,4 +162,4 @@ def test_a_message_to_the_wrong_rank_is_caught(monkeypatch: pytest.MonkeyPatch) 
     assert right.ok and right.counts["boxes moved"] > right.counts["distinct ways, there and back"]
     monkeypatch.setattr(transfer, "_choose", lambda rank, holders, source, target, load: source.first_rank)
     findings = prove_messages(program)
-    assert findings.failures and all("other elements than its own" in text for text in findings.failures)
+    assert findings.failures and all("not get exactly the elements of its part" in text for text in findings.failures)
