@@ -109,7 +109,7 @@ def test_reshards_are_those_of_the_source(which: str, request: pytest.FixtureReq
         class_name = scope.name or program.program.root.name
         body = re.split(r"^class ", forward.partition(f"class {class_name}(")[2], flags=re.MULTILINE)[0]
         body = re.sub(r"^        if self\.gives_logits:.*\n(?:            .*\n)+", "", body, flags=re.MULTILINE)
-        lines = re.findall(r"(?:= |return )(?:ddp|dp|tp)\.\w+\(", body)
+        lines = re.findall(r"(?<![.\w])(?:ddp|dp|tp)\.\w+\(", body)
         module = next((m for m in program.program.layers if m.name == scope.name), program.program.root)
         rows = reshard_rows(scope, module, names, program.plan.num_micro_batches)
         assert sum(row.count for row in rows) == len(lines) * scope.count

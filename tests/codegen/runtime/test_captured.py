@@ -66,7 +66,7 @@ def steps_of(case: str, **build: Any) -> tuple[Any, Any, dict[str, Tensor]]:
         # The update of GPUs, by the formula of its kernel.
         module_of(step, "fused_update").use_triton = lambda _: True
         step._update.kernels.attach(step.parts, step.optimizer, is_offloaded=False)
-    replayed._replay_with(Captured(replayed.mesh, RecordedGraph))
+    replayed._replay_with(captured=Captured(replayed.mesh, RecordedGraph))
     return eager, replayed, batch
 
 
@@ -168,7 +168,7 @@ class Stale(RecordedGraph):
 @pytest.mark.parametrize(("graph", "reason"), [(Reading, "not permitted"), (Stale, "the first replay gives")])
 def test_what_cannot_be_replayed_goes_on_call_by_call(graph: type[RecordedGraph], reason: str) -> None:
     eager, replayed, batch = steps_of("buffers and draws")
-    replayed._replay_with(Captured(replayed.mesh, graph))
+    replayed._replay_with(captured=Captured(replayed.mesh, graph))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(STEPS):
@@ -196,7 +196,7 @@ PLANS = {"zero 2": {"dp": 2, "zero": 2, "micro_batches": 2}, "zero 3": {"dp": 2,
 def _trained(program: Any, batch: dict[str, Tensor]) -> tuple[bool, int]:
     """Return whether this rank's replayed steps are equal to those that are issued call by call, and the graphs."""
     eager, replayed = (program.build(first_step_check=False, max_grad_norm=0.1) for _ in range(2))
-    replayed._replay_with(Captured(replayed.mesh, RecordedGraph))
+    replayed._replay_with(captured=Captured(replayed.mesh, RecordedGraph))
     for number in range(STEPS):
         for step in (eager, replayed):
             step(step.local_batch(varied(batch, number)))
