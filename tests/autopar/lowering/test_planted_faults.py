@@ -29,7 +29,7 @@ FAULTS: tuple[tuple[str, str, str, str], ...] = (
     ("llama", "model.py", "residual = hidden + o_proj", "residual = hidden + o_proj[:, 1:]"),
     ("llama", "model.py", "torch.arange(SEQUENCE, device=self.mesh.device)", "torch.arange(SEQUENCE)"),
     ("mixtral", "model.py", "topk_1 = topk_1.reshape(-1)", "topk_1 = topk_1.reshape(-1).float()"),
-    ("mixtral", "model.py", ".repeat_interleave(2, 0)", ".repeat_interleave(3, 0)"),
+    ("mixtral", "model.py", "routes, choices=2)\n", "routes, choices=3)\n"),
     ("mixtral", "model.py", 'joint(("ep", "tp"))', 'joint(("dp", "tp"))'),
     ("mixtral", "model.py", ".chunk(2, -1)", ".chunk(2, 0)"),
     ("gpt2", "stage_0.py", "torch.arange(SEQUENCE,", "torch.arange(LENGTH,"),
