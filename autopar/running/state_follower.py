@@ -323,6 +323,7 @@ class StateFollower:
         for index, (old, loaded, other) in enumerate(planned):
             if loaded.program.files != other.files:
                 exchange_code(loaded.package, loaded.program.files, other.files)
+                self._step.forget_graphs()
             loaded.program = replace(loaded.program, files=other.files, best=other.best)
             if loaded is not old:
                 self._step.run_instead(old.step, loaded.step, values_of(other))

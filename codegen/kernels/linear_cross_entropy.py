@@ -171,8 +171,10 @@ def _inverse_count(
     """1 / num_targets; inf where that is 0: with no target the sum is 0, and the mean nan."""
     if num_targets is None:
         num_targets = (target != ignore_index).sum()
-    count = torch.as_tensor(num_targets, dtype=dtype, device=target.device).detach()
-    return 1 / count
+    if isinstance(num_targets, torch.Tensor):
+        return 1 / num_targets.detach().to(target.device, dtype)
+    # Made on the device: a copy from the host would wait for it.
+    return 1 / torch.full((), num_targets, dtype=dtype, device=target.device)
 
 
 def even_chunk(num_rows: int, num_classes: int, is_cpu: bool) -> int:

@@ -20,6 +20,7 @@ is accumulated on the stream on which its leaf got its hook (pytorch/pytorch#180
 
 from __future__ import annotations
 
+import atexit
 import os
 import warnings
 import weakref
@@ -41,11 +42,11 @@ Inputs = Mapping[str, Tensor]
 VARIABLE = "AUTOPAR_CAPTURE"
 WARM_UPS = 3
 """Runs of a piece before its capture, as torch's documentation has them for work with collectives."""
-MOST_GRAPHS = 16
-"""Graphs at a time; the one that was captured first goes, for example where every step clips at another norm."""
+MOST_PIECES = 16
+"""Pieces at a time; the one that ran longest ago goes, for example where every step clips at another norm."""
 TOLERANCE = 1e-3
 """Relative difference between a piece's first replay and its run call by call. Sums by atomic additions scatter by
-less; a graph that reads freed memory or an old batch is off by more."""
+less; a graph that reads freed memory is off by more. Numbers that a graph holds are equal in both."""
 
 
 class CaptureError(RuntimeError):
@@ -85,7 +86,13 @@ class _CudaGraph:
         # "thread_local": data loaders and NCCL's watchdog query events in other threads.
         mode = "thread_local"
         with torch.cuda.graph(self._graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
-            return work()
+            # A read of the device raises before CUDA sees it: a capture that CUDA ends keeps its memory for good.
+            before = torch.cuda.get_sync_debug_mode()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return work()
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
 
     def replay(self) -> None:
         self._graph.replay()
@@ -127,7 +134,12 @@ class Captured:
         self.is_on = new_graph is not None and os.environ.get(VARIABLE, "") != "off"
         self._pieces: dict[Hashable, _Piece] = {}
         self.keys = DeviceKeys(mesh.device)
+        if not _alive:
+            # Before other packages end the process group at exit, as Lightning does.
+            atexit.register(forget_all)
         _alive.add(self)
+        if self._stream is not None and self.is_on and _may_register_freed_memory(mesh):
+            self._give_up("NCCL registers the memory of graphs, which expandable segments may move")
 
     def _cuda_graph(self) -> Graph:
         """Return an empty graph. A pool whose graphs are all gone cannot be captured into, so `forget` drops it."""
@@ -148,9 +160,11 @@ class Captured:
             return
         current = torch.cuda.current_stream(self._mesh.device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)
 
     def run(
         self,
@@ -173,36 +187,61 @@ class Captured:
         if not self.is_on:
             return work(inputs)
         with self.on_stream():
-            piece = self._pieces.setdefault(key, _Piece())
+            piece = self._piece(key)
             if piece.graph is not None:
                 return piece.replay(inputs)
-            piece.num_runs += 1
-            if piece.num_runs <= WARM_UPS:
-                return work(inputs)
-            before = [value.clone() for value in written] if checked is not None else []
-            result = work(inputs)
-            if checked is None:
-                # The work must not be done twice: this run was the last without a graph.
-                self._capture(piece, work, inputs, abandon)
-                return result
-            expected = checked(result)
-            _restore(written, before)
-            reason = self._capture(piece, work, inputs, abandon)
-            if not reason:
-                result = piece.replay(inputs)
-                reason = self._agree(_difference(expected, checked(result)))
-            if reason:
-                self._give_up(reason)
-                _restore(written, before)
-                result = work(inputs)
+            try:
+                return self._run_without_graph(piece, work, inputs, written, checked, abandon)
+            except BaseException:
+                if abandon is not None:
+                    abandon()
+                raise
+
+    def _piece(self, key: Hashable) -> _Piece:
+        """Return the piece of this key. One that ran long ago makes room."""
+        while len(self._pieces) >= MOST_PIECES and key not in self._pieces:
+            del self._pieces[next(iter(self._pieces))]
+        piece = self._pieces.pop(key) if key in self._pieces else _Piece()
+        self._pieces[key] = piece
+        return piece
+
+    def _run_without_graph(
+        self,
+        piece: _Piece,
+        work: Callable[[Inputs], Any],
+        inputs: Inputs,
+        written: Sequence[Tensor],
+        checked: Callable[[Any], Tensor] | None,
+        abandon: Callable[[], object] | None,
+    ) -> Any:
+        """Run the work call by call, and capture it after its warm-ups."""
+        piece.num_runs += 1
+        if piece.num_runs <= WARM_UPS:
+            return work(inputs)
+        before = [value.clone() for value in written] if checked is not None else []
+        result = work(inputs)
+        if checked is None:
+            # The work must not be done twice: this run was the last without a graph.
+            self._capture(piece, work, inputs, abandon)
             return result
+        expected = checked(result)
+        _restore(written, before)
+        reason = self._capture(piece, work, inputs, abandon)
+        if not reason:
+            result = piece.replay(inputs)
+            reason = self._agree(_difference(expected, checked(result)))
+        if reason:
+            self._give_up(reason)
+            piece.graph, piece.results, result = None, None, None  # their memory is needed now
+            _restore(written, before)
+            result = work(inputs)
+        return result
 
     def _capture(
         self, piece: _Piece, work: Callable[[Inputs], Any], inputs: Inputs, abandon: Callable[[], object] | None
     ) -> str:
         """Capture the work. Return why that failed on a rank, if it did; no rank has graphs then."""
         assert self._new_graph is not None
-        self._make_room()
         piece.inputs = {name: value.to(self._mesh.device, copy=True) for name, value in inputs.items()}
         reason, graph = "", self._new_graph()
         try:
@@ -217,11 +256,6 @@ class Captured:
         else:
             piece.graph = graph
         return reason
-
-    def _make_room(self) -> None:
-        captured = [key for key, piece in self._pieces.items() if piece.graph is not None]
-        for key in captured[: max(0, len(captured) - MOST_GRAPHS + 1)]:
-            del self._pieces[key]
 
     def _agree(self, reason: str) -> str:
         """Return this rank's reason, or that another rank has one; "" if none has. Collective."""
@@ -241,6 +275,13 @@ class Captured:
         """Drop all graphs, whose memory may be another's now. They are captured anew."""
         self._pieces.clear()
         self._pool = None
+
+
+def _may_register_freed_memory(mesh: Mesh) -> bool:
+    """Return whether NCCL and the allocator together fault in graphs (pytorch/pytorch#158029)."""
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    is_registering = os.environ.get("NCCL_GRAPH_REGISTER", "1") != "0"
+    return mesh.everyone.size > 1 and is_registering and "expandable_segments:True" in settings
 
 
 _alive: weakref.WeakSet[Captured] = weakref.WeakSet()

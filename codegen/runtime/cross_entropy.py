@@ -60,7 +60,10 @@ def cross_entropy(
         if bool(wrong.any()):
             raise IndexError(f"target {int(target[wrong][0])} is not one of the {num_classes} classes")
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    divisor = torch.as_tensor(num_targets, dtype=dtype, device=logits.device).detach()
+    if isinstance(num_targets, Tensor):
+        divisor = num_targets.detach().to(logits.device, dtype)
+    else:  # made on the device: a copy from the host would wait for it
+        divisor = torch.full((), num_targets, dtype=dtype, device=logits.device)
     loss: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits, target, 1 / divisor, ignore_index, vocab_axis, label_smoothing
     )

@@ -214,6 +214,11 @@ class Bucket:
             local.copy_(self.master)
         return None if self.axis.size == 1 else collectives.all_gather(self.flat, local, self.axis.group, async_op=True)
 
+    def abandon(self) -> None:
+        """Forget what a backward that was cut short has left."""
+        for entry in self.entries:
+            entry.used.grad = None
+
     # Gradients --------------------------------------------------------------------------------------------------------
 
     @property

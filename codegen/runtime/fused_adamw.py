@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..kernels.adamw import AdamWTable, adamw_, adamw_table
 from .flat import Bucket
@@ -93,14 +94,28 @@ class FusedAdamW(torch.optim.AdamW):
         for tensor, group in zip(self._rates, self.param_groups, strict=True):
             tensor.copy_(group["lr"]) if isinstance(group["lr"], Tensor) else tensor.fill_(group["lr"])
 
+    def unprepare(self) -> None:
+        """Let steps read the learning rates of the groups again."""
+        self._rates = []
+
     def constants(self) -> tuple[Any, ...]:
         """Return what a graph of a step holds for good: the memory that it updates, and the options but the rates."""
-        return self._num_tables, *((group["betas"], group["eps"], group["weight_decay"]) for group in self.param_groups)
+        return self._num_tables, *(
+            (tuple(group["betas"]), group["eps"], group["weight_decay"]) for group in self.param_groups
+        )
 
     @property
     def has_hooks(self) -> bool:
-        """Whether a script has registered hooks of steps, which a graph would not call."""
-        return bool(self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks)
+        """Whether a script wants to be called in every step, which a graph would not do."""
+        hooks = (
+            self._optimizer_step_pre_hooks,
+            self._optimizer_step_post_hooks,
+            _global_optimizer_pre_hooks,
+            _global_optimizer_post_hooks,
+        )
+        # Schedulers of the learning rate wrap the method, to see whether it was called once.
+        own_step = self.__dict__.get("step")
+        return any(hooks) or not (own_step is None or hasattr(own_step, "_wrapped_by_lr_sched"))
 
     def _is_current(self) -> bool:
         """Whether the state is what the last step left, and the groups are as they were."""

@@ -43,6 +43,9 @@ def join(backend: str, collective_seconds: float | None = None) -> None:
     """
     if os.environ.get("MASTER_PORT") == "0":
         raise ValueError("ranks cannot meet at MASTER_PORT 0; torchrun finds a free port with --standalone")
+    if backend == "nccl":
+        # Buffers of graphs that NCCL registers fault under expandable segments (pytorch/pytorch#158029).
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     timeout = None if collective_seconds is None else timedelta(seconds=collective_seconds)
     more: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     if is_under_torchrun():

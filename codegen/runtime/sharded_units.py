@@ -110,6 +110,13 @@ class ShardedBucket(Bucket):
         """This rank's range of `flat`, where it stays and the master is another tensor of the device."""
         return None if self.key.stage == 3 or self.host is not None else super().own_copy
 
+    def abandon(self) -> None:
+        """Forget gradients and gathers that were cut short; what `flat` holds then is no parameter."""
+        super().abandon()
+        if self.key.stage == 3:
+            self._work, self._sent, self.is_gathered = None, None, False
+            self.flat.untyped_storage().resize_(0)
+
     # Gathering (stage 3) and publishing (stages 0 to 2) ---------------------------------------------------------------
 
     def start_gather(self) -> None:

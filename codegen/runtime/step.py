@@ -181,7 +181,7 @@ class Step(StepState):
 
         self._programs = self._programs or Programs(self)
         self._programs.add(other, source)
-        self._forget_graphs()  # parameters may have moved
+        self.forget_graphs()  # parameters may have moved
 
     def run_instead(self, current: Step, other: Step, source: Source) -> None:
         """Run `other`, a step as `take_also` takes them, in the place of `current`: this one, or one that it took."""
@@ -200,9 +200,10 @@ class Step(StepState):
         if self._update.kernels is not None:
             self._update.kernels.attach(self.parts, self.optimizer, is_offloaded=False)
         self._by_hand = self._by_hand.of_more(self.parts)
-        self._forget_graphs()
+        self.forget_graphs()
 
-    def _forget_graphs(self) -> None:
+    def forget_graphs(self) -> None:
+        """Drop CUDA graphs, after a change of what they hold for good: code, numbers, or the places of tensors."""
         if self._captured is not None:
             self._captured.forget()
 
@@ -320,17 +321,22 @@ class Step(StepState):
             return compute(local_batch)
         if self.loss_scaling is not None:
             self.loss_scaling.write(self.mesh.device)
-        if self.rng.on_device is not None:
-            self.rng.on_device.write(self.rng.seed, self.rng.step)
+        self._write_keys()
+        inputs = {name: local_batch[name] for name in taking._batch.local_inputs if name in local_batch}
         result: tuple[Tensor, int] = self._captured.run(
-            ("gradients", id(taking)),
+            ("gradients", id(taking), *((name, value.shape, value.dtype) for name, value in inputs.items())),
             compute,
-            {name: value for name, value in local_batch.items() if isinstance(value, Tensor)},
+            inputs,
             written=[value for part in taking.parts for value in part.written_buffers()],
             checked=lambda result: torch.stack([result[0].double(), self._update.global_norm().double()]),
             abandon=self._abandon_backward,
         )
         return result
+
+    def _write_keys(self) -> None:
+        """Write the keys of this step's random draws to the device, where they are read from there."""
+        if self.rng.on_device is not None:
+            self.rng.on_device.write(self.rng.seed, self.rng.step)
 
     def _abandon_backward(self) -> None:
         """Forget the gradients of a backward that was cut short."""
@@ -347,6 +353,8 @@ class Step(StepState):
     def _apply_update(self) -> None:
         fused = None if self._update.kernels is None else self._update.kernels.optimizer
         if self._captured is None or fused is None or fused.has_hooks:
+            if fused is not None:
+                fused.unprepare()
             self._update.apply(self.grad_norm)
             return
         fused.prepare(self.mesh.device)
@@ -428,6 +436,7 @@ class Step(StepState):
         taking._batch.local(local_batch, self.rng.step)
         if self.first_check is not None:
             self.first_check.forget_part(local_batch)
+        self._write_keys()
         with evaluating(taking._executor, self.rng), taking._running(is_training=False):
             result: Tensor | tuple[Tensor, Tensor]
             if logits:
@@ -444,7 +453,7 @@ class Step(StepState):
     def close(self) -> None:
         """Drop CUDA graphs, which must not outlive the process group, and remove the files of an offloaded optimizer,
         which happens at exit otherwise. This is the last call."""
-        self._forget_graphs()
+        self.forget_graphs()
         if self.host_optimizer is not None:
             self.host_optimizer.host.close()
 

@@ -191,9 +191,8 @@ class ZeroUnits:
     def abandon(self) -> None:
         """Forget gradients and reductions of a backward that was cut short."""
         self._in_flight.clear()
-        for bucket in self._trainable:
-            for entry in bucket.entries:
-                entry.used.grad = None
+        for bucket in self.buckets:
+            bucket.abandon()
 
     def publish(self, is_copied: bool = False) -> None:
         """Copy changed masters to the parameters that are kept whole. is_copied: as in `start_publish`."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from codegen.runtime.captured import MOST_GRAPHS, WARM_UPS, Captured
+from codegen.runtime.captured import MOST_PIECES, WARM_UPS, Captured
 from examples.models import EXAMPLES
 from tests.codegen.runtime.recorded_graph import RecordedGraph
 
@@ -145,6 +145,23 @@ def test_a_loaded_state_and_another_limit_are_captured_anew() -> None:
     assert replayed._captured.is_on
 
 
+def test_hooks_of_the_optimizer_are_called_and_rates_are_followed() -> None:
+    eager, replayed, batch = steps_of("buffers and draws")
+    num_calls = [0, 0]
+    for number in range(STEPS + WARM_UPS):
+        for index, step in enumerate((eager, replayed)):
+            if number == WARM_UPS + 2:  # after the capture
+
+                def note(*_: Any, index: int = index) -> None:
+                    num_calls[index] += 1
+
+                handles = step.optimizer.register_step_post_hook(note)
+            step.optimizer.param_groups[0]["lr"] = 1e-3 / (1 + number)
+            step(step.local_batch(varied(batch, number)))
+    assert handles is not None and num_calls == [STEPS - 2] * 2
+    require_equal(eager, replayed)
+
+
 class Reading(RecordedGraph):
     """A graph whose capture fails, as where the host reads a tensor."""
 
@@ -183,10 +200,10 @@ def test_what_cannot_be_replayed_goes_on_call_by_call(graph: type[RecordedGraph]
 def test_few_graphs_are_kept() -> None:
     _, replayed, _ = steps_of("buffers and draws")
     captured, value = Captured(replayed.mesh, RecordedGraph), torch.zeros(3)
-    for key in range(MOST_GRAPHS + 3):
+    for key in range(MOST_PIECES + 3):
         for _ in range(WARM_UPS + 2):
             captured.run(key, lambda inputs, key=key: inputs["value"] + key, {"value": value + 1})
-    assert captured.num_graphs == MOST_GRAPHS
+    assert captured.num_graphs == MOST_PIECES
     assert torch.equal(captured.run(5, lambda inputs: inputs["value"] + 5, {"value": value}), value + 5)
 
 
