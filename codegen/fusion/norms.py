@@ -202,7 +202,7 @@ _RMS_NORMS: Final = (
     _Form(_rounded_once, _rounded_once_fits, rounds_once=True),
     _Form(_offset_in_fp32, _in_fp32, rounds_once=True),
     _Form(_rounded_before_weight, _rms_norm_fits),
-    _Form(_torch_rms_norm, _torch_norm_fits),
+    _Form(_torch_rms_norm, _torch_norm_fits, rounds_once=True),
 )
 _LAYER_NORMS: Final = (
     _Form(_torch_layer_norm, _torch_norm_fits),

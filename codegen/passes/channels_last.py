@@ -42,12 +42,18 @@ def _converted(body: tuple[Statement, ...]) -> Iterator[Statement]:
     for statement in body:
         names = {variable.name for variable in reads(statement)}
         is_ordered = bool(names & ordered)
-        if isinstance(statement, Call) and statement.target == _CONVOLUTION and not is_ordered:
-            operand: Var = statement.args[0]
+        call = statement if isinstance(statement, Call) and statement.target == _CONVOLUTION else None
+        if call is not None and not is_ordered and _is_batch_of_images(call.args[0]):
+            operand: Var = call.args[0]
             memory_format = (("memory_format", torch.channels_last),)
-            yield Call("aten.contiguous.default", (operand,), memory_format, (operand,), section=statement.section)
+            yield Call("aten.contiguous.default", (operand,), memory_format, (operand,), section=call.section)
             is_ordered = True
         if is_ordered:
             results = statement.results if isinstance(statement, Call | LayerLoop) else (statement.result,)
             ordered |= {result.name for result in results}
         yield statement
+
+
+def _is_batch_of_images(operand: Var) -> bool:
+    """Return whether an operand may have another order: a stored tensor keeps its own, a single image has no batch."""
+    return not operand.is_stored and len(operand.type.shape) == 4

@@ -69,3 +69,27 @@ def test_every_convolution_reads_channels_last(norm: type[nn.Module], kernels: s
     assert convolutions.are_ordered == [are_ordered] * 6
     reference = F.cross_entropy(model(BATCH["left"], BATCH["right"]), BATCH["target"])
     torch.testing.assert_close(torch.as_tensor(float(loss)), reference.detach(), rtol=1e-6, atol=0)
+
+
+class Gridded(nn.Module):
+    """A convolution of the images, one of a parameter, and one of a single image without its batch dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grid = nn.Parameter(torch.randn(1, 3, 8, 8))
+        self.images, self.of_grid, self.single = (nn.Conv2d(3, 8, 3, padding=1) for _ in range(3))
+        self.norm, self.head = nn.BatchNorm2d(8), nn.Linear(8, 5)
+
+    def forward(self, left: Tensor) -> Tensor:
+        x = self.images(left) + self.of_grid(self.grid) + self.single(left.mean(0))
+        return self.head(F.relu(self.norm(x)).mean((2, 3)))
+
+
+def test_only_batches_of_images_are_converted() -> None:
+    model, batch = Gridded(), {name: BATCH[name] for name in ("left", "target")}
+    options = {"example_inputs": batch, "loss_fn": F.cross_entropy, "kernels": "on"}
+    program = autopar.compile(model, "1 cpu", **options)
+    assert program.source.count("torch.channels_last") == 1
+    step = program.build(first_step_check=False)
+    expected = F.cross_entropy(model(batch["left"]), batch["target"]).detach()
+    torch.testing.assert_close(torch.as_tensor(float(step(step.local_batch(batch)))), expected, rtol=1e-6, atol=0)

@@ -31,7 +31,8 @@ ALIGNMENT = 64
 """Rows of a vocabulary on a GPU are a multiple of this: a tile's side, and eight times the least that matters."""
 _LEAST_ALIGNMENT = 8
 _LARGEST_SHARE = 1 / 4
-"""Padding of a table that no product reads is at most this share of its rows: a table of 2 rows gets no 62 more."""
+"""Padding to the alignment, or of a table that no product reads, is at most this share of the rows: 2 rows get no 62
+more."""
 _SIZED = RESHAPES & SHAPES.keys()
 
 
@@ -60,7 +61,8 @@ def padded(graph: Graph, multiple: int) -> Graph:
         if _is_table(parameter, multiple) and parameter.name in search.users:
             lengthened_dims = search.reached(Ref(parameter.name)) or {}
             size = parameter.meta.shape[0]
-            if len(lengthened_dims) > 1 or _more(size, multiple) <= size * _LARGEST_SHARE:
+            is_product = len(lengthened_dims) > 1 and multiple % ALIGNMENT
+            if is_product or _more(size, multiple) <= size * _LARGEST_SHARE:
                 longer |= lengthened_dims
     if not longer:
         return graph

@@ -45,6 +45,9 @@ class Bounds(NamedTuple):
 
 
 _ANY = Bounds(-math.inf, math.inf)
+_TRUTH = Bounds(0, 1)
+_OF_OTHER_VALUES = frozenset({"aten.repeat_interleave.Tensor", "aten.repeat_interleave.self_Tensor", "aten.view.dtype"})
+"""Calls of a name that moves values, which make others: indices, and other readings of the same bits."""
 
 
 def integer_bounds(flat: FlatGraph) -> dict[Ref, Bounds]:
@@ -64,7 +67,9 @@ def drop_constant_masks(flat: FlatGraph) -> None:
     renamed: dict[Ref, Ref] = {}
     for node in flat.nodes if bounds else ():
         operand = _returned(node, bounds)
-        if isinstance(operand, Ref) and (metas[operand],) == node.outputs:
+        # What is left out may be trained: its gradient is zero then, which an optimizer with weight decay sees.
+        is_trained = any(ref != operand and metas[ref].requires_grad for ref in node.inputs)
+        if isinstance(operand, Ref) and (metas[operand],) == node.outputs and not is_trained:
             renamed[Ref(node.name)] = operand
     flat.nodes = [node for node in flat.nodes if Ref(node.name) not in renamed]
     flat.substitute(renamed)
@@ -96,7 +101,7 @@ def _bounds(node: Node, index: int, bounds: Mapping[Ref, Bounds], metas: Mapping
         return Bounds(0, (math.prod(shape) if dim is None else shape[dim] if shape else 1) - 1)
     if name in GATHERS or (name in INDICES and len(node.inputs) == 1):
         return bounds.get(node.inputs[0])
-    if name in MOVING:
+    if name in MOVING and node.op not in _OF_OTHER_VALUES:
         is_cast = name in SAME_PLACES and torch.bool in {metas[ref].dtype for ref in node.inputs} ^ {
             node.outputs[index].dtype
         }
@@ -129,14 +134,11 @@ def _limits(arguments: Mapping[str, Any]) -> Bounds | None:
 
 
 def _representable(dtype: torch.dtype) -> Bounds:
-    """Return the range in which a dtype has every integer."""
+    """Return the range of a dtype of integers; an empty one of others, whose casts round."""
     if dtype == torch.bool:
         return Bounds(0, 1)
-    if dtype.is_complex:
+    if dtype.is_complex or dtype.is_floating_point:
         return Bounds(math.inf, -math.inf)
-    if dtype.is_floating_point:
-        greatest = 2.0 / torch.finfo(dtype).eps
-        return Bounds(-greatest, greatest)
     return Bounds(torch.iinfo(dtype).min, torch.iinfo(dtype).max)
 
 
@@ -149,6 +151,9 @@ def _of_value(value: Any, bounds: Mapping[Ref, Bounds], metas: Mapping[Ref, Tens
 
 def _truth(name: str, first: Bounds, second: Bounds) -> Bounds | None:
     """Return 0, 1, or both, for a comparison or a connective of all numbers of two ranges; None for other calls."""
+    is_connective = name not in ("lt", "le", "gt", "ge", "eq", "ne")
+    if is_connective and not (_TRUTH.contains(first) and _TRUTH.contains(second)):
+        return None
     match name:
         case "lt":
             return Bounds(first.high < second.low, first.low < second.high)

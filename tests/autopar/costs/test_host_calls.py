@@ -103,7 +103,7 @@ def test_large_layers_hide_their_host() -> None:
     found = compiled(example, cluster, precision="bf16", kernels="on").plan.prediction
     alone = compiled(example, on(cluster, 0.0), precision="bf16", kernels="on").plan.prediction
     late = found.step_seconds - alone.step_seconds
-    assert SYNCHRONISED * cluster.device.host_call_seconds <= late < 0.03 * alone.step_seconds
+    assert SYNCHRONISED * cluster.device.host_call_seconds <= late < 0.04 * alone.step_seconds
 
 
 def test_many_small_micro_batches_take_the_host_each() -> None:

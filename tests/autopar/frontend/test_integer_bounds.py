@@ -37,7 +37,7 @@ CONSTANT: dict[str, Mask] = {
     "parts": lambda scores, _: _top(scores).chunk(2, 1)[1] >= EXPERTS,
     "gathered": lambda scores, ids: _top(scores)[ids] >= EXPERTS,
     "joined": lambda scores, _: torch.cat([_top(scores), scores.argmin(-1, True)], 1) > EXPERTS,
-    "cast": lambda scores, _: _top(scores).to(torch.int8).to(torch.float32) >= EXPERTS,
+    "cast": lambda scores, _: _top(scores).to(torch.int8).to(torch.int32) >= EXPERTS,
     "clamped": lambda scores, _: _top(scores).clamp(min=2) < 2,
     "not": lambda scores, _: ~(_top(scores) < EXPERTS),
     "and": lambda scores, ids: (_top(scores) >= EXPERTS) & (ids[:, None] > 1),
@@ -54,14 +54,20 @@ VARYING: dict[str, Mask] = {
     "gathered by": lambda scores, ids: ids[scores.argmax(-1)] >= EXPERTS,
     "wrapped": lambda scores, _: (scores.repeat(200, 1).view(200, ROWS, EXPERTS).argmax(0) + 0).to(torch.int8) < 0,
     "clamped": lambda scores, _: _top(scores).clamp(max=2) < 2,
+    "positions of runs": lambda scores, ids: _runs(scores, ids),
+    "other bits": lambda scores, _: _top(scores).clamp(min=1).view(torch.int32)[:, :1] < 1,
+    "fractions": lambda scores, _: _top(scores).clamp(min=0.5).long() < 0.5,
     "another dim": lambda scores, _: scores.argmax(0)[:4].view(2, 2).repeat(4, 1) >= EXPERTS,
     "and": lambda scores, ids: (_top(scores) < EXPERTS) & (ids[:, None] > 1),
 }
 
 
 class Masked(nn.Module):
-    def __init__(self, mask: Mask, fills: bool) -> None:
+    """`plain`: the operand of `where` that is not trained, 0 or 1; None: both are."""
+
+    def __init__(self, mask: Mask, fills: bool, plain: int | None = None) -> None:
         super().__init__()
+        self.plain = plain
         self.layer, self.head, self.mask, self.fills = nn.Linear(WIDTH, EXPERTS), nn.Linear(WIDTH, 3), mask, fills
 
     def forward(self, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
@@ -69,7 +75,13 @@ class Masked(nn.Module):
         rows, weak = self.layer(x)[:, None, 1:2] * x[:, None, :], self.layer(x)[:, None, :1].expand(-1, 1, WIDTH)
         mask = mask.reshape(ROWS, -1).narrow(1, 0, 1).unsqueeze(-1)
         both = self.head(rows), self.head(weak)
-        y = both[0].masked_fill(mask, 0.0) + both[1] if self.fills else torch.where(mask, *both)
+        if self.fills:
+            y = both[0].masked_fill(mask, 0.0) + both[1]
+        elif self.plain is None:
+            y = torch.where(mask, *both)
+        else:
+            half = x[:, None, :3] / 2
+            y = torch.where(mask, *((half, both[0]) if self.plain == 0 else (both[0], half))) + both[1]
         return F.cross_entropy(y[:, 0], labels)
 
 
@@ -93,11 +105,25 @@ def _calls(graph: Graph, *names: str) -> list[str]:
 )
 def test_only_constant_masks_are_dropped(mask: Mask, is_constant: bool) -> None:
     torch.manual_seed(0)
-    model, batch = Masked(mask, fills=False), _batch()
+    batch = _batch()
+    values = mask(Masked(mask, fills=False).layer(batch["x"]), batch["ids"]).unique()
+    assert not is_constant or len(values) == 1
+    model = Masked(mask, fills=False, plain=int(values[0]))
     graph = trace(model, batch)
     assert (not _calls(graph, "where")) == is_constant
     assert_equals_eager(graph, model, batch, model(**batch))
-    assert not is_constant or len(mask(model.layer(batch["x"]), batch["ids"]).unique()) == 1
+
+
+def test_what_is_trained_is_never_dropped() -> None:
+    """Its gradient is zero, and weight decay still moves it."""
+    model, batch = Masked(CONSTANT["topk"], fills=False), _batch()
+    assert _calls(trace(model, batch), "where")
+
+
+def _runs(scores: Tensor, _: Tensor) -> Tensor:
+    """Positions of runs of length one: 0 to N - 1, not the lengths."""
+    lengths = scores.argmax(-1).clamp(1, 1)
+    return torch.repeat_interleave(lengths, output_size=ROWS) > 3
 
 
 @pytest.mark.parametrize("name", ["topk", "argmax"])

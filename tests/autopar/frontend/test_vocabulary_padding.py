@@ -128,6 +128,25 @@ def test_vocabularies_are_aligned_for_products_on_gpus(rows: int, loss_fn: Loss,
     assert paddings == {"table.weight": expected, "head.weight": expected, "head.bias": expected, "positions.weight": 0}
 
 
+def test_small_heads_are_not_padded_to_the_alignment() -> None:
+    """Rows of padding would be most of a head of two classes."""
+
+    class TwoHeads(Sized):
+        def __init__(self) -> None:
+            super().__init__(1021)
+            self.second = nn.Linear(8, 2)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            hidden = self.table(ids)
+            labels = ids.roll(1, 0)
+            return whole(self.head(hidden), labels) + whole(self.second(hidden), labels % 2)
+
+    graph = trace(TwoHeads(), {"ids": IDS}, None)
+    assert alignment_of(graph) == 64
+    paddings = {p.name: p.padding for p in padded(graph, 64).parameters}
+    assert paddings["head.weight"] == 3 and paddings["second.weight"] == paddings["second.bias"] == 0
+
+
 @pytest.mark.parametrize(
     ("cluster", "precision", "padded_to"),
     [("1 h100-sxm", "bf16", 64), ("1 h100-sxm", "fp32", 1), ("1 cpu", "bf16", 1)],
