@@ -46,8 +46,6 @@ class Bounds(NamedTuple):
 
 _ANY = Bounds(-math.inf, math.inf)
 _TRUTH = Bounds(0, 1)
-_OF_OTHER_VALUES = frozenset({"aten.repeat_interleave.Tensor", "aten.repeat_interleave.self_Tensor", "aten.view.dtype"})
-"""Calls of a name that moves values, which make others: indices, and other readings of the same bits."""
 
 
 def integer_bounds(flat: FlatGraph) -> dict[Ref, Bounds]:
@@ -101,7 +99,7 @@ def _bounds(node: Node, index: int, bounds: Mapping[Ref, Bounds], metas: Mapping
         return Bounds(0, (math.prod(shape) if dim is None else shape[dim] if shape else 1) - 1)
     if name in GATHERS or (name in INDICES and len(node.inputs) == 1):
         return bounds.get(node.inputs[0])
-    if name in MOVING and node.op not in _OF_OTHER_VALUES:
+    if name in MOVING and not _makes_others(name, arguments):
         is_cast = name in SAME_PLACES and torch.bool in {metas[ref].dtype for ref in node.inputs} ^ {
             node.outputs[index].dtype
         }
@@ -115,6 +113,11 @@ def _bounds(node: Node, index: int, bounds: Mapping[Ref, Bounds], metas: Mapping
         return None
     first, second = (_of_value(arguments.get(key, 0), bounds, metas) for key in ("self", "other"))
     return None if first is None or second is None else _truth(name, first, second)
+
+
+def _makes_others(name: str, arguments: Mapping[str, Any]) -> bool:
+    """Return whether a call of a name that moves values makes others: positions, or another reading of the bits."""
+    return (name == "repeat_interleave" and "self" not in arguments) or (name == "view" and "dtype" in arguments)
 
 
 def _of_all(sources: Sequence[Bounds | None]) -> Bounds | None:

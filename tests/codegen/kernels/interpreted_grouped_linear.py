@@ -156,7 +156,9 @@ def test_programs_call_it_with_their_routes(launches, assert_near):
         routes, leaves = Routes(experts, 4), [weight.clone().requires_grad_(), bias.clone().requires_grad_()]
         y = grouped.expert_linear(x[routes.by_expert.order], leaves[0], routes, leaves[1])
         own = experts[routes.by_expert.order]
-        assert_near(y, torch.einsum("na,nab->nb", x[routes.by_expert.order].double(), weight[own].double()) + bias[own].double())
+        assert_near(
+            y, torch.einsum("na,nab->nb", x[routes.by_expert.order].double(), weight[own].double()) + bias[own].double()
+        )
         dweight, dbias = torch.autograd.grad(y.sum(), leaves)
         assert not dweight[2].any() and torch.equal(
             dbias, torch.bincount(own, minlength=4)[:, None].expand(4, 8).float()
