@@ -18,10 +18,10 @@ def why_uncaptured(program: Program | PipelineProgram) -> str:
     calls = [statement for body in bodies for statement in body if isinstance(statement, Call)]
     reasons = (
         (not one.kernels, "kernels are off"),
-        (bool(one.offload_optimizer or one.offload_parameters or one.offload), "offloaded tensors wait for the host"),
+        (bool(one.offload_optimizer or one.offload_parameters or one.offload), "offload moves tensors by the host"),
         (one.backend == "async-tp", "async-tp multiplies in memory that ranks share"),
         (bool(program.whole_sums), "sums over all micro-batches need a forward of their own"),
-        (any(map(_is_routed, calls)), "ranks exchange as many rows of experts as the batch decides"),
+        (any(map(_is_routed, calls)), "the batch decides how many rows ranks exchange for their experts"),
     )
     return next((reason for applies, reason in reasons if applies), "")
 

@@ -6,8 +6,7 @@ one run is captured as a graph, and from then on the graph is replayed: one laun
 - A step has three pieces: gradients (forward, backward, reductions), the norm of the gradients, and the update. Between
   them the host decides, as without graphs: whether loss and norm are finite, and what a script does to gradients.
 - A graph reads and writes the same memory in every replay. So inputs are copied into fixed tensors, and results out of
-  them. Numbers that change between steps are on the device: the learning rate, the loss scale and
-  the keys of random draws.
+  them. Numbers that change between steps are on the device: the learning rate, the loss scale and the keys of draws.
 - Work that reads the device in between cannot be captured. `refuse_capture` stands before such reads.
 - The first replay is compared with the same work issued call by call. Where they differ, or where a capture fails on
   any rank, all ranks go on without graphs after one warning.

@@ -65,7 +65,7 @@ def mixture(
 
 
 def check_numbers(body: Statements, program: Program) -> None:
-    """What the statements return and all gradients, to the bit."""
+    """Return the results of the statements and all gradients, to the bit."""
     results = []
     for statements in (body.statements, program.root.body):
         leaves = {n: v.clone().requires_grad_(v.is_floating_point()) for n, v in body.values.items()}

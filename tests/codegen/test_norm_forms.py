@@ -33,7 +33,7 @@ def llama(body: Body, x: str, dtype: torch.dtype) -> None:
 
 
 def t5(body: Body, x: str, dtype: torch.dtype) -> None:
-    """Which casts to the weight's dtype where that is a half. A trace has no cast to the dtype that there is."""
+    """A norm that casts to the weight's dtype if that is a half. A trace leaves out casts to the present dtype."""
     if dtype == WIDE:
         quotient(body, x, x).call("norm", "aten.mul.Tensor", "self.weight", "quotient")
         return

@@ -16,7 +16,9 @@ from autopar import Trainer, TrainerConfig
 from autopar.compile import Remake
 from autopar.errors import ModelError
 from autopar.launch import run_ranks
+from codegen.runtime.captured import WARM_UPS, Captured
 from codegen.runtime.reference import SameDropout
+from tests.codegen.runtime.recorded_graph import RecordedGraph
 
 SHARPNESS = 1.5
 """A variable of the script that forward reads."""
@@ -390,3 +392,20 @@ def test_changes_are_followed_under_every_kind_of_plan(constraints: dict[str, An
     compiled = autopar.compile(Layered(), "2 cpu", example_inputs=batches(1)[0], **options)
     for losses in run_ranks(layered_losses, (compiled,), 2):
         assert losses == pytest.approx(right, rel=1e-4)
+
+
+def test_replayed_steps_follow_a_changed_number() -> None:
+    """A graph holds the numbers that it was captured with, so a change captures it anew."""
+    model, loss_fn = Net(), Weighted()
+    all_batches = batches(12)
+    options = {"example_inputs": all_batches[0], "loss_fn": loss_fn, "kernels": "on"}
+    program = autopar.compile(model, "1 cpu", **options)
+    eager, replayed = (program.build(first_step_check=False) for _ in range(2))
+    replayed._replay_with(captured=Captured(replayed.mesh, RecordedGraph))
+    for number, batch in enumerate(all_batches):
+        if number == WARM_UPS + 2:
+            assert replayed._captured.num_graphs
+            model.temperature = 2.5
+        losses = [step(step.local_batch(batch)) for step in (eager, replayed)]
+        assert torch.equal(*losses), number
+    assert replayed._captured.is_on and replayed._captured.num_graphs

@@ -53,7 +53,7 @@ def test_sorts_as_torch_does(num_ids, dtype):
 
 
 def test_ids_out_of_range_have_no_place():
-    """What reads rows by this order fails, as it does where torch counts them."""
+    """Reading rows by this order fails, as it does where torch counts them."""
     order, inverse, ends = sorting.counting_sort(torch.tensor([3, -1, 0, 9, 1, 1 << 33]), 4)
     assert order.tolist() == [2, 4, 0, -1, -1, -1] and inverse.tolist() == [2, -1, 0, -1, 1, -1]
     assert ends.tolist() == [1, 2, 2, 3]
